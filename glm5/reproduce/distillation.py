@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from glm5.reproduce import policy, reasoning
 from glm5.reproduce.plan import Experiment, Figure, Outcome, Question, Sizes, Variant, Work
 from glm5.reproduce.worker import read_run, run_folder
@@ -34,7 +32,7 @@ def run(work: Work) -> Outcome:
         policy.tune(work, model, s["later_steps"], 3e-3, 1e-3, policy.families(s)[1:], "later")
         return policy.outcome(work, policy.keep(work, model), [])
     assert work.start is not None
-    folders = [run_folder(_runs(work), "first", work.seed) / "model", work.start]
+    folders = [run_folder(work.runs, "first", work.seed) / "model", work.start]
     first, later = map(str, folders)
     stage = policy.stage_of(s, "distill", name="distill", teachers={EARLY: first, LATE: later})
     teachers = {
@@ -48,13 +46,8 @@ def run(work: Work) -> Outcome:
     return found
 
 
-def _runs(work: Work) -> Path:
-    """The experiment's folder, with the runs of other variants."""
-    return work.folder.parent.parent
-
-
 def _score(work: Work, variant: str) -> float:
-    run = read_run(_runs(work), variant, work.seed)
+    run = read_run(work.runs, variant, work.seed)
     assert run is not None, "variants wait for what they continue"
     return float(run["metrics"][f"{EARLY}_solved"])
 

@@ -7,7 +7,6 @@ MLA; it is compared with that base's own dense continuation.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from itertools import combinations
 from random import Random
@@ -19,16 +18,14 @@ from glm5.config.recipe import DsaStage, PretrainStage
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.reproduce import policy
 from glm5.reproduce.measure import retrieval
-from glm5.reproduce.plan import Experiment, Figure, Outcome, Question, Sizes, Variant, Work
-from glm5.reproduce.worker import run_folder
+from glm5.reproduce.plan import METRICS, Experiment, Figure, Outcome, Question, Sizes, Variant, Work
+from glm5.reproduce.worker import read_run
 from glm5.train import dsa_adapt, pretrain
 
 BEAM = 8
 """Patterns that a step of the search keeps, as in the paper."""
 CHANGED = 2
 """Layers that a step of the search changes, as in the paper."""
-PATTERN = "pattern.json"
-MLA = ("mla", "mla-continued", "dsa")
 FORMS = {"interleave": "swa", "pattern": "swa", "gdn": "gdn", "simple-gdn": "simple_gdn"}
 _NO_LATENTS = dict(q_lora_rank=0, kv_lora_rank=0, qk_nope_head_dim=0, qk_rope_head_dim=0, v_head_dim=0)
 
@@ -81,17 +78,15 @@ def run(work: Work) -> Outcome:
         _train(work, model, "warmup", "dsa_warmup", s["warmup_steps"], warmup)
         return _trained(work, model, "more", s["more_steps"], more, "dsa_sparse")
     if variant in FORMS:
-        patterns = json.loads((run_folder(work.folder.parent.parent, "search", work.seed) / PATTERN).read_text("utf-8"))
-        model = efficient(
-            model, patterns["interleave" if variant == "interleave" else "pattern"], FORMS[variant], work.seed
-        )
+        searched = read_run(work.runs, "search", work.seed)
+        assert searched is not None, "variants wait for what they continue"
+        pattern = "interleave" if variant == "interleave" else searched["details"]["pattern"]
+        model = efficient(model, pattern, FORMS[variant], work.seed)
     return _trained(work, model, "more", s["more_steps"], more)
 
 
 def efficient(model: GLM5ForCausalLM, pattern: str, form: str, seed: int = 0) -> GLM5ForCausalLM:
     """The model with `form` in the S layers of `pattern`; weights that a form adds are drawn by `seed`."""
-    if "S" not in pattern:
-        return model
     return model.clone(model.config.replace(attention_pattern=pattern, efficient_attention=form), seed=seed)
 
 
@@ -129,8 +124,7 @@ def _search(work: Work, model: GLM5ForCausalLM) -> Outcome:
         return retrieval(changed, work.tokenizer, s["searched"]["bytes"], s["searched"]["problems"], seed=1)
 
     found = beam_search(layers, score, Random(f"pattern {work.seed}"), candidates=s["candidates"])
-    patterns = {"pattern": found, "interleave": ("SF" * layers)[:layers]}
-    (work.folder / PATTERN).write_text(json.dumps(patterns), encoding="utf-8")
+    patterns = {"pattern": found, "interleave": "interleave"}
     metrics = {
         f"{name}_{key}": value
         for name, pattern in patterns.items()
@@ -166,7 +160,7 @@ def _train(work: Work, model: GLM5ForCausalLM, name: str, kind: str, steps: int,
         name=name, kind=kind, rows=s["rows"], row_length=s["row_length"], mtp_weight=0.0, mtp_depths=0,
         corpus=DataOptions(needle_share=s["needle_share"]), optim=OptimConfig(steps=steps, save_every=0, **optim),
     )  # fmt: skip
-    with policy.stage_io(work, name, "metrics.jsonl") as io:
+    with policy.stage_io(work, name, METRICS) as io:
         if kind.startswith("dsa"):
             dsa_adapt.run(model, DsaStage(**common), work.shard("train"), work.tokenizer, io, work.seed)
         else:

@@ -103,6 +103,11 @@ class Work:
         """The one process of this run, with its device."""
         return Ranks(self.device)
 
+    @property
+    def runs(self) -> Path:
+        """The experiment's folder, with the runs of other variants (see `worker.read_run`)."""
+        return self.folder.parent.parent
+
     def shard(self, split: str) -> Shard:
         return open_shard(self.corpus / "data", split, self.tokenizer, verify=False)
 
