@@ -16,7 +16,7 @@ import numpy as np
 
 from glm5.chat import Tokenizer
 from glm5.data.dedup import ngram_hashes, words_of
-from glm5.data.shards import Shard, open_shard
+from glm5.data.shards import open_shard
 from glm5.errors import DataError
 
 RUN, SHORTEST = 13, 5
@@ -79,8 +79,4 @@ def trained_texts(folder: Path) -> Iterator[str]:
         raise DataError(f"{folder} has no data and tokenizer; give the folder of a run's tokenizer stage.")
     tokenizer = Tokenizer.load(folder / "tokenizer")
     shard = open_shard(folder / "data", "train", tokenizer, verify=False)
-    return (tokenizer.decode(_ids(shard, index)) for index in range(len(shard)))
-
-
-def _ids(shard: Shard, index: int) -> list[int]:
-    return [int(token) for token in shard.document(index)]
+    return (tokenizer.decode(shard.document(index).tolist()) for index in range(len(shard)))

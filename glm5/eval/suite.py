@@ -1,7 +1,5 @@
-"""Runs a suite: problems of its parts, played by a model, recorded one by one, and summed up with intervals.
-
-A record folder has `settings.json`, `episodes.jsonl` with one line per answer, and `result.json`. The same command goes
-on where it stopped; the settings are enough to repeat it.
+"""Runs a suite: problems of its parts, played by a model, recorded one by one (see `record`), and summed up with
+intervals. The same command goes on where it stopped; the settings are enough to repeat it.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import math
 import platform
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -27,6 +25,7 @@ from glm5.config.suite import Suite, SuitePart
 from glm5.errors import ConfigError, DataError, nearest
 from glm5.eval.contamination import CLEAN, SEEN, Overlap
 from glm5.eval.players import Played, Player
+from glm5.eval.record import RESULT, SETTINGS, Record, latest, read_answers
 from glm5.files import atomic_write, exclusive
 from glm5.obs.logs import get_logger
 from glm5.records import Outcome
@@ -34,21 +33,20 @@ from glm5.seeds import derive_seed
 from glm5.stats import Interval, bounded_mean, mean_of_groups, paired_rewards
 from glm5.tasks import make_family
 from glm5.tasks.contract import Problem, held_out_problems
-from glm5.tasks.episode import MOST_REWARD
 from glm5.tasks.families import FAMILIES
 from glm5.tasks.questions import UNJUDGED, QuestionProblem, is_judged
-from glm5.tasks.trajectory_json import jsonable
 
 if TYPE_CHECKING:
     from glm5.eval.answer_judge import AnswerJudge
 
 SUITES = Path(__file__).with_name("suites")
-SETTINGS, EPISODES, RESULT = "settings.json", "episodes.jsonl", "result.json"
 DEPTHS = 5
 """Bins of the depths of needles."""
-MOST_TEXT, SHOWN = 1 << 20, 50_000
-"""Characters of a line, and of an episode's text in it: its end."""
+SHOWN = 50_000
+"""Characters of an episode's text in a record: its end."""
 
+Chosen = Mapping[str, Sequence[Problem]]
+"""The problems of each cell, by its label."""
 Advance = Callable[[str, int, int], None]
 """Called with what runs, answers done and answers in all."""
 _log = get_logger(__name__)
@@ -142,61 +140,6 @@ def cells_of(suite: Suite) -> list[Cell]:
     return [Cell(part, point) for point in points for part in suite.parts]
 
 
-@dataclass
-class Record:
-    """Answers so far, on disk if there is a folder."""
-
-    folder: Path | None = None
-    rows: list[dict[str, Any]] = field(default_factory=list)
-
-    @classmethod
-    def open(cls, folder: Path, settings: Mapping[str, Any]) -> Record:
-        """Raises DataError for a folder with other settings, or with answers that cannot be read."""
-        wanted, file = json.dumps(settings, indent=2, sort_keys=True) + "\n", folder / SETTINGS
-        if not file.exists():
-            if folder.exists() and any(folder.iterdir()):
-                raise DataError(f"{folder} is no record of an evaluation; choose another folder for --out.")
-            folder.mkdir(parents=True, exist_ok=True)
-            atomic_write(file, wanted)
-        elif file.read_bytes() != wanted.encode():
-            raise DataError(
-                f"{folder} has the answers of an evaluation with other settings, or of another model; choose another "
-                "folder."
-            )
-        rows, whole = read_answers(folder)
-        if (episodes := folder / EPISODES).exists():
-            with episodes.open("r+b") as handle:
-                handle.truncate(whole)
-        return cls(folder, rows)
-
-    def add(self, row: dict[str, Any]) -> None:
-        self.rows.append(row)
-        if self.folder is not None:
-            with (self.folder / EPISODES).open("a", encoding="utf-8") as handle:
-                handle.write(json.dumps(jsonable(row, MOST_TEXT)) + "\n")
-
-
-def read_answers(folder: Path) -> tuple[list[dict[str, Any]], int]:
-    """The answers of a record, and the bytes of the file that hold them: a line without an end is none. Raises
-    DataError for a line that is no answer."""
-    rows: list[dict[str, Any]] = []
-    whole, episodes = 0, folder / EPISODES
-    for line in episodes.read_bytes().splitlines(keepends=True) if episodes.exists() else ():
-        if not line.endswith(b"\n"):
-            break
-        try:
-            row = json.loads(line)
-            kept: dict[str, Any] = {key: str(row[key]) for key in ("cell", "problem", "key")}
-            kept |= {"place": int(row["place"]), "repeat": int(row["repeat"]), "reward": float(row["reward"])}
-            if not abs(kept["reward"]) <= MOST_REWARD:
-                raise ValueError("its reward is no number")
-            rows.append({**row, **kept, "outcome": Outcome(row["outcome"]).value})
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-            raise DataError(f"{episodes}, line {len(rows) + 1}: not an answer ({error}).") from None
-        whole += len(line)
-    return rows, whole
-
-
 def run_suite(
     suite: Suite,
     player: Player,
@@ -221,10 +164,11 @@ def run_suite(
     before = None if against is None else _earlier(against, suite, (told or {}).get("judge"))
 
     def result(record: Record) -> dict[str, Any]:
-        rows = _play(suite, player, seed, record, judge, advance)
+        chosen = {cell.label: _problems(suite, cell) for cell in cells_of(suite)}
+        rows = _play(suite, chosen, player, seed, record, judge, advance)
         found = summary(suite, rows)
         if trained_on is not None:
-            found["contamination"] = contamination(suite, rows, trained_on)
+            found["contamination"] = contamination(suite, chosen, rows, trained_on)
         return found if before is None else {**found, "difference": difference(suite, rows, before)}
 
     if folder is None:
@@ -257,11 +201,10 @@ def _earlier(folder: Path, suite: Suite, judge: Any) -> list[dict[str, Any]]:
 
 
 def _play(
-    suite: Suite, player: Player, seed: int, record: Record, judge: AnswerJudge | None, advance: Advance
+    suite: Suite, chosen: Chosen, player: Player, seed: int, record: Record, judge: AnswerJudge | None, advance: Advance
 ) -> list[dict[str, Any]]:
     """Play what the record lacks; returns the answers of the suite's problems."""
     cells = cells_of(suite)
-    chosen = {cell.label: _problems(suite, cell) for cell in cells}
     if judge is None and any(is_judged(problem) for problems in chosen.values() for problem in problems):
         raise ConfigError("A model must say whether these answers are right: give the URL of one with --judge.")
     wanted = {(cell, place): p.key for cell, problems in chosen.items() for place, p in enumerate(problems)}
@@ -289,19 +232,9 @@ def _play(
     return list(done.values())
 
 
-def latest(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row per answer: the first, but with its verdict, which a judge gives in a later line."""
-    found: dict[tuple[str, int, int], dict[str, Any]] = {}
-    for row in rows:
-        spot = row["cell"], row["place"], row["repeat"]
-        if spot not in found or found[spot].get("cause") == UNJUDGED:
-            found[spot] = row
-    return list(found.values())
-
-
 def _judge(
     judge: AnswerJudge,
-    chosen: Mapping[str, Sequence[Problem]],
+    chosen: Chosen,
     done: dict[tuple[str, int, int], dict[str, Any]],
     record: Record,
     advance: Advance,
@@ -388,13 +321,15 @@ def summary(suite: Suite, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def contamination(suite: Suite, rows: Sequence[Mapping[str, Any]], documents: Iterable[str]) -> dict[str, Any]:
+def contamination(
+    suite: Suite, chosen: Chosen, rows: Sequence[Mapping[str, Any]], documents: Iterable[str]
+) -> dict[str, Any]:
     """How many problems were seen in `documents`, and the scores of those that were and were not (see
     `glm5.eval.contamination`)."""
     texts = {
-        f"{cell.label}/{place}": getattr(problem, "text", "") or problem.prompt
-        for cell in cells_of(suite)
-        for place, problem in enumerate(_problems(suite, cell))
+        f"{label}/{place}": getattr(problem, "text", "") or problem.prompt
+        for label, problems in chosen.items()
+        for place, problem in enumerate(problems)
     }
     overlap = Overlap(texts)
     overlap.read(documents)

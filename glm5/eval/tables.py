@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from glm5.errors import ConfigError, DataError, nearest
-from glm5.eval.suite import RESULT, SETTINGS, SUITES
+from glm5.eval.record import RESULT, SETTINGS
+from glm5.eval.suite import SUITES
 from glm5.stats import t_quantile
 
 TABLES = Path(__file__).with_name("tables.toml")

@@ -18,8 +18,9 @@ from glm5.errors import ConfigError, DataError, GradingError
 from glm5.eval.answer_judge import AnswerJudge
 from glm5.eval.needle_recall import needle_recall, token_places
 from glm5.eval.players import LocalPlayer, Played
+from glm5.eval.record import EPISODES
 from glm5.eval.remote_player import RemotePlayer
-from glm5.eval.suite import EPISODES, cells_of, find_suite, run_suite, suite_names, summary, with_tokenizer
+from glm5.eval.suite import cells_of, find_suite, run_suite, suite_names, summary, with_tokenizer
 from glm5.records import Outcome
 from glm5.sandbox.environment import environment_mechanism
 from glm5.stats import Interval, bounded_mean, mean_of_groups, paired_rewards, wilson

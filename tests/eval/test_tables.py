@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from glm5.cli import app
 from glm5.errors import ConfigError, DataError
-from glm5.eval.suite import RESULT, SETTINGS, find_suite, suite_names
+from glm5.eval.record import RESULT, SETTINGS
+from glm5.eval.suite import find_suite, suite_names
 from glm5.eval.tables import TABLES, table, table_names
 
 LM_EVAL = {  # the form of lm-eval 0.4.13
