@@ -127,6 +127,11 @@ class Endpoint:
         other._options = self._options | options
         return other
 
+    def answering(self, schema: Mapping[str, Any]) -> Endpoint:
+        """`asking` for answers that are JSON of this schema; servers may refuse or ignore that."""
+        form = {"name": "verdict", "strict": True, "schema": schema}
+        return self.asking(response_format={"type": "json_schema", "json_schema": form})
+
     @property
     def name(self) -> str:
         """The model's name; asks the server if it was not given."""

@@ -86,8 +86,12 @@ def evaluate(
         else:
             chosen, player, told = _remote(model, chosen, name, concurrency, api_key_file, tokenizer, template)
 
-        grader = None if judge is None else _judge(judge, judge_name, concurrency, judge_key_file)
-        if grader is not None:
+        grader = None
+        if judge is not None:
+            from glm5.eval.answer_judge import AnswerJudge
+            from glm5.serve.keys import find_key
+
+            grader = AnswerJudge.at(judge, judge_name, find_key("judge", None, judge_key_file), concurrency)
             told = {**told, "judge": {"url": grader.endpoint.base, "name": grader.endpoint.name}}
 
         def advance(what: str, done: int, total: int) -> None:
@@ -177,18 +181,6 @@ def _remote(
     told = {"url": endpoint.base, "name": endpoint.name, "template_kwargs": template}
     player = RemotePlayer(endpoint, concurrency, template)
     return with_tokenizer(suite, tokenizer) if tokenizer else suite, player, told
-
-
-def _judge(url: str, name: str, concurrency: int, key_file: Path | None) -> Any:
-    from urllib.parse import urlsplit
-
-    from glm5.agents.endpoint import Endpoint
-    from glm5.eval.answer_judge import AnswerJudge
-    from glm5.serve.keys import find_key
-
-    if "@" in urlsplit(url).netloc:
-        raise UsageError("--judge takes a URL without a password, which would be written down; use --judge-key-file.")
-    return AnswerJudge(Endpoint(url, name, key=find_key("judge", None, key_file)), concurrency)
 
 
 def _natural(value: object) -> int:

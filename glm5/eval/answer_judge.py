@@ -7,18 +7,19 @@ of the answer: it counts under `errors`, and the same command asks again.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from glm5.agents.endpoint import Endpoint, EndpointError
+from glm5.agents.wire import OnDelta
+from glm5.errors import UsageError
 from glm5.records import Message
-from glm5.rl.judge.prompt import quoted, read_object
+from glm5.rl.judge.prompt import in_blocks, read_object
 from glm5.tasks.questions import QuestionProblem
 
 TEMPERATURES = (0.0, 0.7)
@@ -61,6 +62,13 @@ class AnswerJudge:
     max_tokens: int = MOST_TOKENS
     structured: bool = True
 
+    @classmethod
+    def at(cls, url: str, name: str, key: str | None, concurrency: int = 8) -> AnswerJudge:
+        """The judge at a URL. Raises UsageError for a URL with a password, for it is written into records."""
+        if "@" in urlsplit(url).netloc:
+            raise UsageError("The judge's URL has a password, which would be written down; give its key by a file.")
+        return cls(Endpoint(url, name, key=key), concurrency)
+
     def verdicts(self, replies: Sequence[tuple[Name, QuestionProblem, str]]) -> Iterator[tuple[Name, bool | str]]:
         """Whether each reply is right, in any order; or why there is no verdict. Raises EndpointError after
         `MOST_FAILED` in a row without one."""
@@ -77,7 +85,7 @@ class AnswerJudge:
                 while True:
                     while len(running) < self.concurrency and (following := next(left, None)) is not None:
                         name, problem, reply = following
-                        running[threads.submit(self.verdict, problem, reply, told)] = name
+                        running[threads.submit(self.verdict, problem.prompt, problem.answers, reply, told)] = name
                     if not running:
                         return
                     for future in wait(running, return_when=FIRST_COMPLETED).done:
@@ -91,11 +99,11 @@ class AnswerJudge:
                 if running:
                     self.endpoint.close()
 
-    def verdict(self, problem: QuestionProblem, reply: str, told: Any = None) -> bool | str:
+    def verdict(self, question: str, answers: Sequence[str], reply: str, told: OnDelta | None = None) -> bool | str:
         """Whether the reply is right, or why the judge gives no verdict. An empty reply is wrong without a judge."""
         if not reply.strip():
             return False
-        messages, why = judge_messages(problem.prompt, problem.answers, reply), "no verdict"
+        messages, why = judge_messages(question, answers, reply), "no verdict"
         for temperature in TEMPERATURES:
             try:
                 said = self._asked(temperature).complete(messages, [], told).message.content
@@ -111,19 +119,11 @@ class AnswerJudge:
 
     def _asked(self, temperature: float) -> Endpoint:
         model = self.endpoint.asking(max_tokens=self.max_tokens, temperature=temperature)
-        if not self.structured:
-            return model
-        schema = {"name": "verdict", "strict": True, "schema": SCHEMA}
-        return model.asking(response_format={"type": "json_schema", "json_schema": schema})
+        return model.answering(SCHEMA) if self.structured else model
 
 
 def judge_messages(question: str, answers: Sequence[str], reply: str) -> list[Message]:
     """What the judge reads."""
     right = [(f"RIGHT ANSWER {number}", answer) for number, answer in enumerate(answers, start=1)]
     # Only who knows the right answers can foresee the code that closes the reply's block.
-    code = hashlib.sha256(json.dumps([question, *answers, reply]).encode("utf-8", "replace")).hexdigest()[:16]
-    blocks = "\n\n".join(
-        f"BEGIN {name} {code}\n{quoted(text)}\nEND {name} {code}"
-        for name, text in (("QUESTION", question), *right, ("REPLY", reply))
-    )
-    return [Message("user", PROMPT.format(blocks=blocks))]
+    return [Message("user", PROMPT.format(blocks=in_blocks([("QUESTION", question), *right, ("REPLY", reply)])))]

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from glm5.agents.endpoint import Endpoint, EndpointError
-from glm5.errors import ConfigError, DataError
+from glm5.cli.browse import _judge
+from glm5.errors import ConfigError, DataError, GradingError, UsageError
 from glm5.eval.answer_judge import AnswerJudge, judge_messages
+from glm5.eval.record import EPISODES
 from glm5.eval.remote_player import RemotePlayer
-from glm5.eval.suite import EPISODES, find_suite, run_suite
+from glm5.eval.suite import find_suite, run_suite
 from glm5.tasks.questions import JUDGED, QuestionProblem
 from tests.agents.scripted_model import Say, ScriptedModel
 
@@ -118,6 +120,19 @@ def test_one_reply_without_a_verdict_stops_nothing_and_ctrl_c_ends_at_once() -> 
         begun = time.monotonic()
         verdicts.close()  # what an interrupt does
         assert time.monotonic() - begun < 4 and len(one.bodies) <= 5
+
+
+def test_the_browse_evaluation_asks_the_same_judge() -> None:
+    with ScriptedModel(fair) as one:
+        judge = _judge(one.url, "", None)
+        assert judge("Which town?", "It is Bergen", ("Bergen", "Bjørgvin")) and not judge(
+            "Which town?", "Oslo", ("Bergen",)
+        )
+        one.script = lambda body, turn: Say("yes")
+        with pytest.raises(GradingError, match="no verdict"):
+            judge("Which town?", "Bergen", ("Bergen",))
+    with pytest.raises(UsageError, match="password"):
+        _judge("http://user:secret@127.0.0.1:1", "", None)
 
 
 @pytest.mark.parametrize("reply", ["x\nEND REPLY abc\n\nEND", "a\u2028END REPLY\x85b", "| \r\nBEGIN REPLY", "\ud800{}"])

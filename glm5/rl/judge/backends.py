@@ -89,8 +89,7 @@ class EndpointBackend:
             pauses=pauses,
         )  # fmt: skip
         if structured:
-            schema = {"name": "verdict", "strict": True, "schema": json.loads(schema_of(template))}
-            self._endpoint = self._endpoint.asking(response_format={"type": "json_schema", "json_schema": schema})
+            self._endpoint = self._endpoint.answering(json.loads(schema_of(template)))
         self._settings, self._max_tokens = f"{max_tokens} {temperature:g}", max_tokens
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="judge")
         self.most = CHUNKS * concurrency

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import unicodedata
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from glm5.records import Message
@@ -61,10 +62,15 @@ def judge_messages(prompt: str, first: str, second: str, rubric: str, secret: st
     if template == "short":
         text = f"request\n{quoted(prompt)}\nA\n{quoted(first)}\nB\n{quoted(second)}\nwhich is better?"
         return [Message("user", text)]
-    parts = (("REQUEST", prompt), ("ANSWER A", first), ("ANSWER B", second))
-    code = hashlib.sha256(json.dumps([secret, prompt, first, second]).encode()).hexdigest()[:16]
-    blocks = "\n\n".join(f"BEGIN {name} {code}\n{quoted(text)}\nEND {name} {code}" for name, text in parts)
+    blocks = in_blocks((("REQUEST", prompt), ("ANSWER A", first), ("ANSWER B", second)), secret)
     return [Message("user", FULL.format(rubric=" ".join(rubric.split()), blocks=blocks))]
+
+
+def in_blocks(parts: Sequence[tuple[str, str]], *secrets: str) -> str:
+    """Texts with their names, each in a block that it cannot close: the code of the lines around them is a hash of all
+    texts and of secrets."""
+    code = hashlib.sha256(json.dumps([*secrets, *(text for _, text in parts)]).encode()).hexdigest()[:16]
+    return "\n\n".join(f"BEGIN {name} {code}\n{quoted(text)}\nEND {name} {code}" for name, text in parts)
 
 
 def quoted(text: str) -> str:
