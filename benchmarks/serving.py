@@ -6,7 +6,7 @@ its fastest, also with the allocator setting that `glm5` gives its own process, 
 ratio is their time over ours, round by round. Prompts are held-out text.
 
     glm5 train recipes/tiny-serving.toml
-    python benchmarks/serving.py [--model DIR] [--repeats N] [--own | --http]
+    python benchmarks/serving.py [--model DIR] [--repeats N] [--own | --http | --precision]
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import importlib.util
 import itertools
 import json
+import statistics
 import sys
 import tempfile
 import time
@@ -69,12 +70,19 @@ def glm5_jobs(told: dict[str, str]) -> dict[str, Job]:
     tune()
     import torch
 
+    from glm5.config.model import GLM5Config
     from glm5.engine.engine import Engine
     from glm5.model.glm5 import GLM5ForCausalLM
+    from glm5.quant.in_place import quantise_in_place
     from glm5.records import SamplingParams
 
     directory = told["model"]
-    model = GLM5ForCausalLM.from_pretrained(directory, dtype=getattr(torch, told["dtype"]))
+    if "preset" in told:
+        model = GLM5ForCausalLM(GLM5Config.preset(told["preset"], num_nextn_predict_layers=0)).cast(torch.bfloat16)
+    else:
+        model = GLM5ForCausalLM.from_pretrained(directory, dtype=getattr(torch, told["dtype"]))
+    if "quantize" in told:
+        quantise_in_place(model, told["quantize"])
     drafts = int(told.get("drafts", "0"))
     overlap = "overlap" in told
     engine = Engine(model, exact=False, speculative=drafts, max_batch=64, host_cache_bytes=1 << 28, overlap=overlap)
@@ -125,9 +133,24 @@ def glm5_jobs(told: dict[str, str]) -> dict[str, Job]:
         "batch": lambda _: run(prompts[:BATCH]),
         "batch-warm": lambda _: run(prompts[:BATCH], temperature=1.0),
         "crowd": lambda _: run(prompts),
+        "after": lambda length: run([[token for prompt in prompts for token in prompt][:length]], tokens=2 * TOKENS),
+        "read": lambda _: {"seconds": 1.0, "bytes_per_second": read_rate()},
         "prefix": prefix,
         "attention": lambda length: attention(model, length),
     }
+
+
+def read_rate(repeats: int = 7) -> float:
+    """Bytes per second of summing an array that no cache holds, with this process's threads: the median."""
+    import torch
+
+    array = torch.ones(1 << 28)
+    seconds = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        array.sum()
+        seconds.append(time.perf_counter() - began)
+    return array.nbytes / statistics.median(seconds)
 
 
 def attention(model: Any, length: int) -> dict[str, float]:
@@ -143,7 +166,7 @@ def attention(model: Any, length: int) -> dict[str, float]:
 
     config = model.config
     pool = KVPool(config, length + 2 * PAGE, states=1, dtype=model.dtype)
-    table = torch.tensor([pool.take(length // PAGE + 1)])
+    table = torch.tensor([pool.alloc(length // PAGE + 1)])
     ids = torch.randint(0, config.vocab_size, (length,), generator=torch.Generator().manual_seed(0))
 
     def context(start: int, end: int) -> Any:
@@ -341,6 +364,37 @@ def own(told: dict[str, str], repeats: int) -> dict[str, Any]:
     return found
 
 
+def precisions(told: dict[str, str], repeats: int) -> dict[str, Any]:
+    """bf16 beside the same weights as integers: decoding after a short and a long prompt and of many sequences, and how
+    much of the rate at which memory can be read a step of one sequence needs."""
+    from _gpu_serve import step_bytes
+    from _timing import ratio, spread
+
+    from glm5.config.model import GLM5Config
+
+    schemes = {"int8": "w8a8", "int4": "w4a8-channel" if "preset" in told else "w4a8"}  # groups of 128 need 128 columns
+    plain = {"plain": told, **{name: told | {"quantize": scheme} for name, scheme in schemes.items()}}
+    config = GLM5Config.preset(told["preset"]) if "preset" in told else GLM5Config.load(Path(told["model"]))
+    processes = {name: Process(__file__, what) for name, what in plain.items()}
+    found: dict[str, Any] = {}
+    jobs = (("after 128", "after", 128), ("after 2048", "after", 2048), (f"{BATCH} at once", "batch", 0))
+    for label, job, length in jobs:
+        runs = turns(processes, job, repeats, length)
+        found[label] = {"tokens_per_second": {n: spread([1 / s for s in column(r, "decode")]) for n, r in runs.items()}}
+        found[label] |= {
+            f"plain over {name}": ratio(column(runs["plain"], "decode"), column(runs[name], "decode"))
+            for name in schemes
+        }
+        if length:
+            rates = column(turns({"plain": processes["plain"]}, "read", 1)["plain"], "bytes_per_second")
+            least = step_bytes(config, 1, length + TOKENS) / rates[0]
+            found[label]["share_of_read_rate"] = spread([least / s for s in column(runs["plain"], "decode")])
+            found[label]["read_gb_per_second"] = rates[0] / 1e9
+    for process in processes.values():
+        process.close()
+    return found
+
+
 def main() -> None:
     from _timing import machine, matmul_peak
 
@@ -349,10 +403,16 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--own", action="store_true", help="only what concerns our engine alone")
     parser.add_argument("--http", action="store_true", help="only the server beside the engine")
+    parser.add_argument("--precision", action="store_true", help="only our integer weights beside bf16")
+    parser.add_argument("--preset", help="for --precision: random weights of this size in place of the model's")
     options = parser.parse_args()
     if not (Path(options.model) / "config.json").exists():
         parser.exit(1, f"{options.model} holds no model; make it with `glm5 train recipes/tiny-serving.toml`.\n")
     told = {name: what | {"model": options.model} for name, what in contestants().items()}
+    if options.precision:
+        size = {"preset": options.preset} if options.preset else {}
+        print(json.dumps({**machine(), **precisions(told["glm5 bf16"] | size, options.repeats)}, indent=1))
+        return
     found = {} if options.own or options.http else race(told, options.repeats)
     if not options.http:
         found |= own(told["glm5 bf16"], options.repeats)
