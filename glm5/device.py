@@ -1,8 +1,12 @@
-"""Which device tensors live on, the one place that decides it; and copies to and from one that wait as little as
-possible."""
+"""Which device tensors live on, the one place that decides it; the widest numbers there; and copies to and from one
+that wait as little as possible."""
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
+import logging
 import os
 from collections.abc import Sequence
 from types import ModuleType
@@ -17,16 +21,19 @@ from glm5.errors import ConfigError
 AUTO = "auto"
 PINNING = ("cuda", "xpu")
 """Devices whose copies from pageable memory wait for everything before them."""
+BACK_ENDS = {"npu": "torch_npu", "musa": "torch_musa", "mlu": "torch_mlu", "gcu": "torch_gcu"}
+"""The package that gives torch a device, by the device's name. torch imports only those that ask for it."""
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 def choose_device(name: str = AUTO, number: int | None = None) -> torch.device:
     """The device that a recipe or a command calls `name`.
 
-    "auto" is CUDA, then another accelerator that torch or an installed back end has registered, then the CPU. Apple's
-    "mps" must be named: it has no float64, which training uses. In a job of torchrun, a device without a number is the
-    one of the process's LOCAL_RANK. The engine `number` of several takes its turn among the names, which commas divide,
+    "auto" is CUDA, then another accelerator that torch or an installed back end (`BACK_ENDS`) has registered, then the
+    CPU. Apple's "mps" must be named. In a job of torchrun, a device without a number is the one of the process's
+    LOCAL_RANK. The engine `number` of several takes its turn among the names, which commas divide,
     and, if the name has no number, among the devices. Raises ConfigError for a device that torch does not know or that
     is not here.
     """
@@ -36,6 +43,7 @@ def choose_device(name: str = AUTO, number: int | None = None) -> torch.device:
     if name == AUTO:
         device = _first_accelerator() or torch.device("cpu")
     else:
+        _import_back_end(name.partition(":")[0])
         try:
             device = torch.device(name)
         except RuntimeError:
@@ -68,10 +76,25 @@ def make_current(device: torch.device) -> None:
 def _first_accelerator() -> torch.device | None:
     if torch.cuda.is_available():
         return torch.device("cuda")
+    for kind in BACK_ENDS:
+        try:
+            _import_back_end(kind)
+        except ConfigError as error:
+            _log.warning("%s The search for a device goes on.", error)
     other = torch.accelerator.current_accelerator()
     if other is None or other.type == "mps" or _back_end(other) is None:
         return None
     return torch.device(other.type)
+
+
+def _import_back_end(kind: str) -> None:
+    package = BACK_ENDS.get(kind)
+    if package is None or hasattr(torch, kind) or not importlib.util.find_spec(package):
+        return
+    try:
+        importlib.import_module(package)
+    except (ImportError, OSError, RuntimeError) as error:
+        raise ConfigError(f'{package}, which gives torch the device "{kind}", does not load: {error!s:.99}.') from error
 
 
 def _back_end(device: torch.device) -> ModuleType | None:
@@ -86,6 +109,25 @@ def _back_end(device: torch.device) -> ModuleType | None:
 def _here() -> str:
     found = _first_accelerator()
     return f'choose "auto" or "cpu"{"" if found is None else f" or {found.type!r}"}.'.replace("'", '"')
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """float64, or float32 on a device that does not compute with float64, as most accelerators for inference."""
+    return torch.float64 if device.type in ("cpu", "meta") or _has_float64(device.type) else torch.float32
+
+
+@functools.cache
+def _has_float64(kind: str) -> bool:
+    try:
+        (torch.ones(2, dtype=torch.float64, device=kind) * 0.5).sum()
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """The tensor in the `widest` dtype of its device, for sums over many numbers."""
+    return tensor.to(widest(tensor.device))
 
 
 def put(values: Tensor | Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
@@ -114,17 +156,19 @@ def on_host(tree: T) -> T:
 
 
 class Fetch(Generic[T]):
-    """A copy of all tensors in nested dicts, lists and tuples to the CPU. It begins here, and the host waits for it,
-    once, when it calls. Tensors of an accelerator arrive as float64, in which integers up to 2^53 are exact; those that
-    are on the CPU stay as they are."""
+    """A copy of all tensors in nested dicts, lists and tuples to the CPU, as bytes in one piece. It begins here, and
+    the host waits for it, once, when it calls. Tensors that are on the CPU stay as they are."""
 
     def __init__(self, tree: T) -> None:
         self._leaves, self._shape = tree_flatten(tree)
-        self._away = [i for i, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor) and not leaf.is_cpu]
+        away = [i for i, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor) and not leaf.is_cpu]
+        # Wide numbers first: each part then begins where a number of its size may.
+        self._away = sorted(away, key=lambda i: -self._leaves[i].element_size())
         self._event: torch.Event | None = None
         if not self._away:
             return
-        self._flat = torch.cat([self._leaves[i].detach().double().reshape(-1) for i in self._away])
+        parts = [self._leaves[i].detach().reshape(-1).contiguous() for i in self._away]
+        self._flat = torch.cat([part.view(torch.uint8) for part in parts])
         if _pins(self._flat.device):
             pinned = torch.empty(self._flat.shape, dtype=self._flat.dtype, pin_memory=True)
             self._event, device = torch.Event(self._flat.device), self._flat.device
@@ -136,7 +180,7 @@ class Fetch(Generic[T]):
         if self._away:
             if self._event is not None:
                 self._event.synchronize()
-            sizes = [leaves[i].numel() for i in self._away]
+            sizes = [leaves[i].numel() * leaves[i].element_size() for i in self._away]
             for i, part in zip(self._away, self._flat.cpu().split(sizes), strict=True):
-                leaves[i] = part.view(leaves[i].shape)
+                leaves[i] = part.view(leaves[i].dtype).view(leaves[i].shape)
         return tree_unflatten(leaves, self._shape)

@@ -16,6 +16,7 @@ from glm5.cli import (  # noqa: F401 - their import adds the verbs
     kernels,
     models,
     plan,
+    platforms,
     prefer,
     quantize,
     runs,

@@ -48,7 +48,7 @@ class DecodeGraphs:
         self._forward, self._memory, self._spare, self._most, self._capture = forward, memory, spare, most, capture
         self._graphs: dict[tuple[int, int, int, int], _Graph] = {}
         self._known: tuple[Tensor, ...] = ()
-        self._failed = False
+        self.failed = False
 
     def __call__(
         self, columns: list[list[int]], later: Callable[[Tensor], None], hidden: Tensor | None,
@@ -59,7 +59,7 @@ class DecodeGraphs:
         may be rounded up to."""
         size = len(columns[0])
         batch = min(power_of_two(size // count, 1), self._most)
-        if self._failed or count > MOST_TOKENS or batch * count < size:
+        if self.failed or count > MOST_TOKENS or batch * count < size:
             return None
         memory = self._memory()
         if len(memory) != len(self._known) or any(a is not b for a, b in zip(memory, self._known)):
@@ -76,7 +76,7 @@ class DecodeGraphs:
         except RuntimeError:
             if key in self._graphs and self._graphs[key].captured:
                 raise
-            self._failed = True
+            self.failed = True
             _log.warning("Decoding cannot be captured as CUDA graphs; it goes on without them.", exc_info=True)
             return None
 

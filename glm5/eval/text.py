@@ -60,7 +60,7 @@ def bits_per_byte(
         targets, wanted = batch.targets()
         batch = batch.to(model.device)
         hidden = model.model(batch.ids, packed_context(batch.documents, exact=False))
-        nats -= float(target_logprobs(model, hidden, targets, wanted)[0].double().sum())
+        nats -= float(target_logprobs(model, hidden, targets, wanted)[0].cpu().double().sum())
     return TextScore(nats / math.log(2) / max(1, total_bytes), total_bytes)
 
 

@@ -66,7 +66,7 @@ def held_out_score(checkpoint: Path, rows: list[list[int]], size: int, device: s
         for ids in rows:
             batch = torch.tensor([ids], device=device)
             logprobs = model(batch[:, :-1]).logits.log_softmax(-1)
-            nats -= float(logprobs.gather(2, batch[:, 1:, None]).double().sum())
+            nats -= float(logprobs.gather(2, batch[:, 1:, None]).cpu().double().sum())
     return nats / math.log(2) / size
 
 

@@ -7,6 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
+from glm5.device import put, widest
 from glm5.ops.native import kernels
 from glm5.ops.operators import operator
 from glm5.ops.wide import wide
@@ -23,7 +24,9 @@ def rope_table(positions: Tensor, dim: int, theta: float) -> tuple[Tensor, Tenso
 @functools.lru_cache(maxsize=64)
 def _frequencies(dim: int, theta: float, device: torch.device) -> Tensor:
     with torch.inference_mode(False):  # shared by training and inference
-        return (theta ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)).to(torch.float32)
+        place = device if widest(device) == torch.float64 else torch.device("cpu")
+        found = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=place) / dim)
+        return put(found.to(torch.float32), device)
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ def block_loss(model: GLM5ForCausalLM, shard: Shard, ends: list[tuple[int, int]]
         targets, wanted = batch.targets()
         hidden = model.model(ids, packed_context(batch.documents, exact=False))
         logprobs = target_logprobs(model, hidden, targets, wanted)[0]
-        total -= float(logprobs.double().sum())
+        total -= float(logprobs.cpu().double().sum())
         count += logprobs.numel()
     return total / count
 

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from glm5.config.optim import OptimConfig
 from glm5.data.packing import Batch, pack_batch
-from glm5.device import on_host, put
+from glm5.device import on_host, put, widened
 from glm5.errors import DataError
 from glm5.model.context import packed_context
 from glm5.model.dsa import INDEXER
@@ -60,12 +60,12 @@ class Agreement:
 
 
 def compare(learner: Tensor, engine: Tensor, fresh: Tensor) -> Tensor:
-    """Number of `fresh` tokens, of those that differ, and their largest difference: float64 [3] on their device, for
+    """Number of `fresh` tokens, of those that differ, and their largest difference: [3] on their device, for
     tensors [N, L]."""
-    difference = torch.where(fresh, learner - engine, 0.0).double().abs()
+    difference = widened(torch.where(fresh, learner - engine, 0.0)).abs()
     differ = (learner != engine) & fresh
     most = difference.amax() if difference.numel() else difference.sum()
-    return torch.stack((fresh.sum().double(), differ.sum().double(), most))
+    return torch.stack((widened(fresh.sum()), widened(differ.sum()), most))
 
 
 class Learner:

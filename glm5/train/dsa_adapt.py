@@ -171,7 +171,7 @@ def position_losses(model: GLM5ForCausalLM, rows: HeldOut) -> Tensor:
         hidden = model.model(batch.ids, packed_context(batch.documents, exact=False))
         targets, wanted = batch.targets()
         logprobs = target_logprobs(model, hidden, targets, wanted)[0]
-        found.append(-logprobs.double().cpu().view(batch.ids.shape[0], -1))
+        found.append(-logprobs.cpu().double().view(batch.ids.shape[0], -1))
     return torch.cat(found)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from glm5.config.recipe import CorpusStage
 from glm5.data.packing import Batch
-from glm5.device import put
+from glm5.device import put, widened
 from glm5.model.context import AllKeys, ForwardContext
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.ops import ROW_TILE, round_up
@@ -167,7 +167,7 @@ class IndexerLoss:
 
     def _weight(self) -> Tensor:
         real = self.batch.documents >= 0
-        return real.double() / max(1, self.batch.counts().tokens)
+        return widened(real) / max(1, self.batch.counts().tokens)
 
 
 class NoopObserver:

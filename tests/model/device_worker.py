@@ -30,9 +30,9 @@ from glm5.ops.operators import TORCH_FORMS
 from glm5.ops.pages import Pages
 from glm5.optim import Muon, muon_groups
 from glm5.parallel.tensor import OwnExperts, divide_model
+from glm5.platforms.simulated import DEVICE, Pretender, Pretending
 from glm5.train.losses import IndexerLoss, language_loss, summed_logprobs
 from glm5.train.router_balance import balance_loss, expert_loads, update_router_bias
-from tests.pretended import DEVICE, Pretender, Pretending
 
 LAYERS = dict(num_hidden_layers=2, first_k_dense_replace=1)
 LONG = 202_752
@@ -292,7 +292,7 @@ def equal(dtype: torch.dtype) -> dict[str, dict[str, float]]:
         numbers = measured(ours, batch, watch)
         with Pretending():
             moved = replace(batch, **{n: Pretender(getattr(batch, n)) for n in ("ids", "documents", "loss_mask")})
-            others = tree_map_only(Pretender, lambda t: t.inner, measured(theirs, moved, watch))
+            others = tree_map_only(Pretender, lambda t: t.held, measured(theirs, moved, watch))
         norm = sum(float(t.double().square().sum()) for n, t in numbers.items() if n.startswith("grad")) ** 0.5
         assert numbers.keys() == others.keys()
         found[name] = {"norm": norm, "loads": float(torch.equal(numbers.pop("loads"), others.pop("loads")))} | {

@@ -17,6 +17,7 @@ from glm5.data.packing import Batch, StepCounts
 from glm5.model import offload
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.model.offload import Offload
+from glm5.platforms.simulated import DEVICE, Pretender, Pretending
 from tests.model.device_worker import (
     FAKE,
     LAYERS,
@@ -26,7 +27,6 @@ from tests.model.device_worker import (
     move,
     train,
 )
-from tests.pretended import DEVICE, Pretender, Pretending
 
 aten = torch.ops.aten
 
@@ -90,7 +90,7 @@ class Late(Pretending):
             return super().__torch_dispatch__(func, types, args, kwargs)
         target, source, not_blocking = args
         assert not_blocking
-        plain = [x.inner if isinstance(x, Pretender) else x for x in (target, source)]
+        plain = [x.held if isinstance(x, Pretender) else x for x in (target, source)]
         running[-1].work.append(lambda: plain[0].copy_(plain[1]))
         return target
 
@@ -108,7 +108,7 @@ def gradients(recompute: Any, least: int | None) -> tuple[list[Tensor], Offload 
             Pretender(ids), Pretender(documents), Pretender(documents >= 0), step=StepCounts(2, 75, (70,) * 9)
         )
         train(model, batch, watch="sparse", recompute=recompute, offload=unit)  # type: ignore[arg-type]
-    return [p.grad.inner for p in model.parameters() if p.grad is not None], unit  # type: ignore[attr-defined]
+    return [p.grad.held for p in model.parameters() if p.grad is not None], unit  # type: ignore[attr-defined]
 
 
 def compare(recompute: Any, expected: list[Tensor], wait: bool = True) -> dict[str, Any]:

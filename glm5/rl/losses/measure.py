@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from glm5.device import put
+from glm5.device import put, widened
 from glm5.rl.losses.kl import k3
 from glm5.rl.losses.tokens import MAX_LOG_RATIO, Terms, Tokens
 from glm5.train.step_metrics import StepMetrics
@@ -27,7 +27,7 @@ class Statistics(StepMetrics):
 
     def tokens_mean(self, name: str, values: Tensor, mask: Tensor) -> None:
         """Record the mean of `values` [B, T] over the tokens of `mask`."""
-        picked = _kept(values.detach(), mask).double()
+        picked = widened(_kept(values.detach(), mask))
         self.mean(name, picked.sum(), picked.numel() if mask.is_cpu else mask.sum())
 
     def numbers(self) -> dict[str, float]:
@@ -57,19 +57,19 @@ def measure(tokens: Tokens, terms: Terms) -> Statistics:
     statistics.tokens_mean("masked_share", terms.masked, mask)
     statistics.tokens_mean("clipped_share", terms.clipped, mask)
     statistics.tokens_mean("ratio_mean", terms.ratio, mask)
-    weight = _kept(terms.weight, mask).double()
+    weight = widened(_kept(terms.weight, mask))
     statistics.add(_WEIGHTS, weight.sum())
     statistics.add(_SQUARES, weight.square().sum())
-    log_ratio = (tokens.logprobs - tokens.rollout_logprobs).double()
-    edges = put([math.log(edge) for edge in RATIO_EDGES], log_ratio.device, torch.float64)
-    found, weights = torch.bucketize(log_ratio, edges).flatten(), mask.double().flatten()
-    counts = torch.zeros(len(BINS), dtype=torch.float64, device=mask.device).scatter_add_(0, found, weights)
+    log_ratio = widened(tokens.logprobs - tokens.rollout_logprobs)
+    edges = put([math.log(edge) for edge in RATIO_EDGES], log_ratio.device, log_ratio.dtype)
+    found, weights = torch.bucketize(log_ratio, edges).flatten(), widened(mask).flatten()
+    counts = weights.new_zeros(len(BINS)).scatter_add_(0, found, weights)
     for name, count in zip(BINS, counts.unbind(), strict=True):
         statistics.add(name, count)
     fresh = mask if tokens.fresh is None else mask & tokens.fresh
     log_rho = tokens.old - tokens.rollout_logprobs
     statistics.tokens_mean("mismatch_mean", log_rho.abs(), fresh)
-    statistics.tokens_mean("mismatch_kl", k3(log_rho.double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)), fresh)
+    statistics.tokens_mean("mismatch_kl", k3(widened(log_rho).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)), fresh)
     picked = _kept(log_rho.abs(), fresh)
     statistics.peak("mismatch_max", picked.amax() if picked.numel() else 0.0)
     if tokens.entropy is not None:

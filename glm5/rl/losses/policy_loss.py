@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from glm5.device import widened
 from glm5.rl.losses.averaging import Average, average_over
 from glm5.rl.losses.kl import KLPenalty
 from glm5.rl.losses.measure import Statistics, measure
@@ -38,5 +39,5 @@ def policy_loss(
         loss = loss + penalty.weight * average_over(estimates, tokens.mask, average)
         statistics.tokens_mean("kl", estimates, tokens.mask)
     share = tokens.share(average)
-    statistics.add("loss", share * loss.detach().double())
+    statistics.add("loss", share * widened(loss.detach()))
     return loss * share, statistics

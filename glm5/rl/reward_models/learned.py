@@ -200,7 +200,7 @@ def train_preferences(
 def _measure(model: PreferenceModel, batch: Sequence[TrainingPair]) -> dict[str, float]:
     """Calibrate the model on every other pair, and measure it. The pairs are distinct, so none does both."""
     found = [_pair_scores(model, batch[at : at + PAIRS_PER_PASS]) for at in range(0, len(batch), PAIRS_PER_PASS)]
-    better, worse = (torch.cat([part[side] for part in found]).double().cpu() for side in (0, 1))
+    better, worse = (torch.cat([part[side] for part in found]).cpu().double() for side in (0, 1))
     _check_finite("a score of a held-out pair", *better.tolist(), *worse.tolist())
     gaps = better - worse
     model.offset = float(torch.cat((better, worse)).mean())

@@ -1,10 +1,11 @@
 """An accelerator that this machine does not have, with real numbers: tensors that say they are on device "npu" and
-compute on the CPU. Import it before anything that may run a backward pass, in a process of its own."""
+compute on the CPU. Import it before anything that may run a backward pass, in a process without another back end."""
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ WAITS = {aten._local_scalar_dense, aten.nonzero, aten.bincount, aten.masked_sele
 
 
 class _Backend(_DummyBackendModule):
-    """With the two functions that `torch.utils.checkpoint` asks for."""
+    """With the functions that `torch.utils.checkpoint` and `make_current` ask for."""
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return []
@@ -30,48 +31,52 @@ class _Backend(_DummyBackendModule):
     def is_autocast_enabled(self) -> bool:
         return False
 
+    def set_device(self, device: torch.device) -> None:
+        pass
+
 
 class Pretender(Tensor):
     """A tensor that says it is on `DEVICE` and computes on the CPU, our operators in their torch forms. What would wait
     for a device raises RuntimeError. Use it inside `Pretending`."""
 
-    inner: Tensor
+    held: Tensor
 
     @staticmethod
-    def __new__(cls, inner: Tensor) -> Pretender:
-        return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
-            cls, inner.shape, strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype,
-            device=f"{DEVICE}:0",
+    def __new__(cls, held: Tensor) -> Pretender:
+        return Tensor._make_wrapper_subclass(
+            cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype,
+            device=torch.device(DEVICE, 0),
         )  # fmt: skip
 
-    def __init__(self, inner: Tensor) -> None:
-        self.inner = inner
+    def __init__(self, held: Tensor) -> None:
+        self.held = held
 
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return _run(func, args, kwargs or {})
 
 
 class Pretending(TorchDispatchMode):
     """Inside, tensors made on `DEVICE` are `Pretender`s too. With `waits`, what would wait for the device does so, and
-    its place in glm5 is added there."""
+    its place in glm5 is added there. Without `float64`, the device refuses that dtype, as most accelerators do."""
 
-    def __init__(self, waits: list[str] | None = None) -> None:
+    def __init__(self, waits: list[str] | None = None, float64: bool = True) -> None:
         super().__init__()
-        self.waits = waits
+        self.waits, self.float64 = waits, float64
 
     def __enter__(self) -> Pretending:
-        global _record
-        self._before, _record = _record, self.waits
+        self._before = _state.waits, _state.float64
+        _state.waits, _state.float64 = self.waits, self.float64
         super().__enter__()
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        global _record
-        _record = self._before
+        _state.waits, _state.float64 = self._before
         super().__exit__(*raised)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -80,24 +85,36 @@ class Pretending(TorchDispatchMode):
         if any(isinstance(x, Pretender) for x in tree_leaves((args, kwargs))):
             return _run(func, args, kwargs)
         if device is not None and torch.device(device).type == DEVICE:
-            return Pretender(func(*args, **kwargs | {"device": "cpu"}))
+            return _pretend(func(*args, **kwargs | {"device": "cpu"}))
         return func(*args, **kwargs)
 
 
-_record: list[str] | None = None
+@dataclass
+class _State:
+    waits: list[str] | None = None
+    float64: bool = True
+
+
+_state = _State()
+
+
+def _pretend(tensor: Tensor) -> Pretender:
+    if tensor.dtype == torch.float64 and not _state.float64:
+        raise TypeError(f"the device {DEVICE} has no float64")
+    return Pretender(tensor)
 
 
 def _wait(func: Any) -> None:
-    if _record is None:
+    if _state.waits is None:
         raise RuntimeError(f"{func} waits for the device")
     places = [
         f"{f.filename.split('/glm5/')[-1]}:{f.lineno}" for f in traceback.extract_stack() if "/glm5/" in f.filename
     ]
-    _record.append(f"{func.overloadpacket} at {' < '.join(reversed(places[-3:]))}")
+    _state.waits.append(f"{func.overloadpacket} at {' < '.join(reversed(places[-3:]))}")
 
 
 def _run(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    plain, options = tree_map_only(Pretender, lambda x: x.inner, (args, dict(kwargs)))
+    plain, options = tree_map_only(Pretender, lambda x: x.held, (args, dict(kwargs)))
     packet, device = func.overloadpacket, options.get("device")
     masks = packet in (aten.index, aten.index_put, aten.index_put_) and any(
         x is not None and x.dtype == torch.bool for x in plain[1]
@@ -115,7 +132,7 @@ def _run(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     if device is not None:
         options["device"] = "cpu"
     form = TORCH_FORMS[func._schema.name.split("::")[1]] if func.namespace == "glm5" else func
-    out = tree_map_only(Tensor, Pretender, form(*plain, **options))
+    out = tree_map_only(Tensor, _pretend, form(*plain, **options))
     return return_and_correct_aliasing(func, args, dict(kwargs), out)
 
 
