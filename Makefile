@@ -24,7 +24,7 @@ FROM := $(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)")
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-all demo smoke serve lint kernels bench wheel clean
+.PHONY: help setup test test-long test-all demo smoke serve lint kernels bench wheel clean
 .PHONY: moved  # internal: no recipe, only "newer than everything"
 
 help:  ## list the targets
@@ -56,7 +56,10 @@ $(READY): pyproject.toml requirements.lock $(if $(MOVED),moved)
 	@echo "setup: ready; the command is $(BIN)/glm5"
 
 test: $(READY)  ## the tests that every change must pass: two cores, no network, no GPU
-	$(PYTEST) -m "not slow and not browser"
+	$(PYTEST) -m "not slow and not browser and not long"
+
+test-long: $(READY)  ## more of them, which take longer each: interrupted runs, several processes, interpreted kernels
+	$(PYTEST) -m "long and not slow and not browser"
 
 test-all: $(READY)  ## every test that this machine can run
 	GLM5_EXAMPLES=50 $(PYTEST)

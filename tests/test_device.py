@@ -21,6 +21,7 @@ def close(one: Any, other: Any, rel: float) -> None:
     assert other == pytest.approx(one, rel=rel, abs=rel, nan_ok=True)
 
 
+@pytest.mark.long
 def test_a_training_step_is_the_cpus_and_waits_once(forks: Any) -> None:
     found = json.loads(forks.run(WORKER, "train", timeout=300))
     assert len(found) == 5
@@ -32,6 +33,7 @@ def test_a_training_step_is_the_cpus_and_waits_once(forks: Any) -> None:
         assert [len(step) for step in stage["waits"]] == [1, 1, 1], (name, stage["waits"])
 
 
+@pytest.mark.long
 def test_an_update_of_a_policy_is_the_cpus_and_waits_once_per_step(forks: Any) -> None:
     found = json.loads(forks.run(WORKER, "learn", timeout=300))
     for name, most in (("one step", 1), ("minibatches", 2)):
@@ -43,6 +45,7 @@ def test_an_update_of_a_policy_is_the_cpus_and_waits_once_per_step(forks: Any) -
         assert all(len(step) <= most for step in learned["waits"]), learned["waits"]
 
 
+@pytest.mark.long
 def test_the_engine_gives_the_cpus_tokens_and_waits_once_per_step(forks: Any) -> None:
     found = json.loads(forks.run(WORKER, "generate", timeout=300))
     assert len(found) == 14

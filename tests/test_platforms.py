@@ -66,6 +66,7 @@ def test_a_back_end_that_does_not_ask_torch_for_it_is_imported(monkeypatch: pyte
     sys.modules.pop("torch_musa")
 
 
+@pytest.mark.long
 def test_the_simulated_device_conforms_without_float64(forks: Any) -> None:
     found = json.loads(forks.run(WORKER, "conform", "simulated", *SHORT, timeout=300))
     assert found["ok"] and found["device"] == "npu:0" and len(found["checks"]) == 6 + 1

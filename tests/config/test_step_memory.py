@@ -80,6 +80,7 @@ def check_kept(preset: str, changes: dict[str, Any], **model: Any) -> None:
     assert predicted == pytest.approx(kept_bytes(config, step), rel=0.05)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("changes", KEPT, ids=str)
 def test_what_backward_needs(changes: dict[str, Any]) -> None:
     """Within 5 %, with fewer layers so that the heads' part is not drowned by theirs."""
@@ -143,6 +144,7 @@ def check_peak(preset: str, changes: dict[str, Any], parts: int, length: int, fo
     assert step_memory(config, Setting(step, parts))["peak"] == pytest.approx(measured, rel=0.15)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("changes", "parts"), STEPS[:3])
 def test_the_peak_of_a_step(changes: dict[str, Any], parts: int, tmp_path: Path) -> None:
     check_peak("nano", changes, parts, 256, tmp_path)

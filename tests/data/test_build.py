@@ -106,6 +106,7 @@ def all_kinds(tmp_path: Path) -> list[str]:
     return sources
 
 
+@pytest.mark.long
 @pytest.mark.dist
 def test_every_kind_of_source_with_one_process_and_two(
     tmp_path: Path, all_kinds: list[str], monkeypatch: pytest.MonkeyPatch
@@ -235,6 +236,7 @@ def test_without_the_extra_only_dedup_fails(tmp_path: Path, monkeypatch: pytest.
     assert build([source], TOKENIZER, tmp_path / "out", dedup=False)["train_documents"] == 1
 
 
+@pytest.mark.long
 def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build_module, "BATCH_BYTES", 1 << 14)
     peak = 0
@@ -297,6 +299,7 @@ def test_a_dead_process_is_an_error_and_leaves_nothing_behind(tmp_path: Path, mo
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.long
 @pytest.mark.dist
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
 def test_the_processes_end_with_their_parent(tmp_path: Path) -> None:

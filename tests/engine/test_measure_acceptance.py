@@ -55,6 +55,7 @@ def naive_accepted(model: Any, prompt: list[int], written: list[int], drafts: in
     return rounds, accepted
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("drafts", [1, 3])
 @pytest.mark.parametrize("name", ["random", "coin", "repeating", "clumsy"])
 def test_speculative_equals_greedy(small: Any, parrot: Any, tokenizer: Any, line: str, name: str, drafts: int) -> None:

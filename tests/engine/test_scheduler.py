@@ -207,6 +207,7 @@ def check_traffic(small: Any, case: dict[str, Any]) -> None:
         assert request.tokens == request.prompt_ids + request.completion.token_ids
 
 
+@pytest.mark.long
 @settings(max_examples=5)
 @given(case=traffic())
 def test_any_traffic_on_any_pool_equals_an_empty_engine(small: Any, case: dict[str, Any]) -> None:

@@ -27,6 +27,8 @@ from glm5.records import Completion, GrammarSpec, SamplingParams
 from tests.engine.test_variants import make
 from tests.model.test_fp8 import WIDE, quantise_folder
 
+pytestmark = pytest.mark.long
+
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=1.0, seed=5, top_p=0.9, frequency_penalty=0.5, top_logprobs=2, n=2)
 PREFIX = [3, 1, 4, 1, 5, 9, 2, 6] * 5

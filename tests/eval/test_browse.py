@@ -71,6 +71,7 @@ def names(built: Path) -> dict[str, str]:  # noqa: F811
     return {question.text: question.names[0] for question in read_questions(built)}
 
 
+@pytest.mark.long
 def test_a_whole_run(built: Path, names: dict[str, str], tmp_path: Path) -> None:  # noqa: F811
     family, log = SearchFamily(folder=str(built)), tmp_path / "log.jsonl"
     found = evaluate(family, "rl", 8, SearchAgent(Knows(names, down=True)), log=log)

@@ -72,6 +72,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_own_environment(example: Callable[..., None], tmp_path: Path) -> None:
     example("own_environment", "stages.rl.record=true")
     assert stages(tmp_path / "runs" / "backwards")["rl"]["numbers"]["loss"] is not None

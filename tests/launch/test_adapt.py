@@ -72,6 +72,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.long
 def test_the_record(adapted: Adapted) -> None:
     record = json.loads((adapted.run / "adaptation.json").read_text(encoding="utf-8"))
     assert record == adapted.record
@@ -141,6 +142,7 @@ def no_pictures(adapted: Adapted, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapt, "build_report", lambda folder: folder / "report.html")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("at", "stage"),
     [

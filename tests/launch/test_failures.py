@@ -84,6 +84,7 @@ def write_nonsense(path: Path) -> None:
     path.write_text('{"kind": ', encoding="utf-8")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("file", "damage"),
     [
@@ -136,6 +137,7 @@ def test_stages_that_were_deleted_run_again(shell: Any, finished: tuple[Path, Pa
     assert again["stages"] == expected["stages"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("file", ["rank-00000.safetensors", "state.json", "manifest.json"])
 def test_damage_to_a_state_is_found(
     shell: Any,

@@ -87,6 +87,7 @@ class Hit:
 WORDS = ("loss", "sync", "evaluation", "rename", "loss", "update", "rename", "loss", "save", "batch")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])  # bf16: see below
 def test_killed_ten_times(driver: Driver, untouched: dict[str, Any], tmp_path: Path, dtype: str) -> None:
     draw = random.Random(f"kill {dtype}")

@@ -30,6 +30,8 @@ from tests.forks import Forks
 from tests.launch.live_run import KINDS, LiveRun
 from tests.rooms import needs_rooms
 
+pytestmark = pytest.mark.long
+
 Make = Callable[..., LiveRun]
 
 

@@ -157,6 +157,7 @@ TWO = "".join(
 )
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("no_pictures")
 def test_two_stages_stopped_all_along_the_way(
     tiny: Any, shell: Any, tmp_path: Path, interrupt_at: Callable[..., Any]

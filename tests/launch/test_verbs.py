@@ -91,6 +91,7 @@ def test_sft_reads_conversations(shell: Any, recipe: Any, tmp_path: Path) -> Non
     shell.fails(2, ["talk", "sft", "glm5 pipeline"], "rl", path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "family", "more"),
     [
@@ -113,6 +114,7 @@ def test_rl_stages_run_alone(shell: Any, recipe: Any, kind: str, family: str, mo
         assert numbers["reverse_kl"] == 0 and numbers["grad_norm"] < 1e-6
 
 
+@pytest.mark.long
 def test_adapt_makes_a_dense_model_sparse(
     shell: Any, tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -234,6 +234,7 @@ def selection() -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
     return (q, k, w, torch.zeros_like(end), end), (randn(2, 5, 4, 16, seed=4), randn(2, 64, 16, seed=5)), indices
 
 
+@pytest.mark.long
 def test_operators_pass_the_checks_of_torch() -> None:
     """Schema, fake tensors and tracing of every registered operator but `fused_blocks`, which has its own test."""
     (q, k, w, start, end), (queries, latents), indices = selection()
@@ -256,6 +257,7 @@ def test_operators_pass_the_checks_of_torch() -> None:
         torch.library.opcheck(operator.default, arguments)
 
 
+@pytest.mark.long
 def test_compilation_sees_operators_and_references() -> None:
     """`torch.compile` without a break: selection, attention and norm, forward and backward, as without it."""
     index, (queries, latents), _ = selection()

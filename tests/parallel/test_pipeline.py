@@ -85,6 +85,7 @@ def torchrun(environment: dict[str, str], *arguments: object, world: int = 2) ->
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
 
 
+@pytest.mark.long
 @pytest.mark.dist
 @pytest.mark.parametrize("torchruns", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_two_processes_make_one_run(

@@ -85,6 +85,7 @@ def results(job: Any, small: Any, start: str, tmp_path_factory: pytest.TempPathF
     return found | {"folder": folder}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*LEARNT, "distill", "few"])
 def test_updates_are_those_of_one_process(results: dict[str, Any], name: str) -> None:
     for ranks in {"general": ["2"], "minibatches": ["2 ep"]}.get(name, ["2", "2 ep"]):

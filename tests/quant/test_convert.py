@@ -79,6 +79,7 @@ def test_what_is_never_rounded(source: Path) -> None:
     assert all(paper.form(name, plain.config) is None for name in disk_tensors(plain) if ".layers.3." in name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("steps", [("quarot",), ("awq", "smooth", "ssz"), ("quarot", "awq", "smooth", "ssz")])
 def test_steps_before_rounding_keep_the_function(source: Path, tmp_path: Path, steps: tuple[str, ...]) -> None:
     plain = GLM5ForCausalLM.from_pretrained(source, dtype=torch.float64)
@@ -102,6 +103,7 @@ def test_layer_by_layer_is_the_whole_model(source: Path, tmp_path: Path) -> None
         assert torch.equal(found[disk], tensor if form is None else quantise(tensor, form.weight).dequantise()), disk
 
 
+@pytest.mark.long
 def test_an_interrupted_conversion_goes_on(source: Path, tmp_path: Path) -> None:
     scheme, calls = scheme_named("paper-w4a8"), []
     quantise_checkpoint(source, tmp_path / "whole", scheme, text())

@@ -343,6 +343,7 @@ def test_what_the_loop_writes_is_what_the_report_reads(
 # ---------------------------------------------------------------------------------------------------------- whole pages
 
 
+@pytest.mark.long
 def test_a_page_with_everything(
     page_of: PageOf, write_run: WriteRun, results: dict[str, Any], metrics: list[dict[str, Any]]
 ) -> None:

@@ -294,6 +294,7 @@ SLOW = ("icepop", "lag", "rollout-dtype", "reasoning-rl", "distillation", "dsa-b
 """These take the path of `topk`, which `make test` runs."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in NAMES])
 def test_quick(name: str, finished: Any) -> None:
     folder, result = finished(name)

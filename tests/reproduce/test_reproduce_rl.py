@@ -119,6 +119,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Work:
     return Work(sizes, "none", 0, folder / "none", folder / "corpus", own / "model")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("updates", [0, 1, 3])
 def test_rollouts_are_as_stale_as_asked(updates: int, work: Work) -> None:
     """From the update on at which that many came before, the oldest token of every rollout has exactly that age."""

@@ -305,6 +305,7 @@ def test_the_reward_model_learns_a_separable_preference(small: Any, tokenizer: A
     assert together[0] > together[1]
 
 
+@pytest.mark.long
 def test_the_reward_model_hears_what_is_said_not_how_long_it_is(small: Any, tokenizer: Any, tmp_path: Any) -> None:
     """Trained as the recipes do, it prefers the warm text whether that is the shorter or the longer one."""
     shape = dict(hidden_size=64, intermediate_size=96, moe_intermediate_size=32, q_lora_rank=32, qk_nope_head_dim=16)

@@ -69,6 +69,7 @@ def two_distillations(start: Path) -> list[str]:
     ]
 
 
+@pytest.mark.long
 def test_two_distillations_in_a_run(start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of(tmp_path, start, *two_distillations(start))
     run = run_pipeline(recipe)

@@ -85,6 +85,7 @@ def rows_of(io: Any) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if k not in ("time", *TIMES)} for row in read_metrics(io.metrics.path)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("way", "stop"), [("exit", None), ("signal", 1), ("signal", 3), ("lie", None), ("make", 3), ("start", None)]
 )

@@ -91,6 +91,7 @@ def write_votes(folder: Path, chosen: str, rejected: str) -> None:
     (folder / "votes.jsonl").write_text("".join(json.dumps(vote) + "\n" for vote in votes))
 
 
+@pytest.mark.long
 def test_a_stage_with_all_three_rewards(recipe: Path) -> None:
     folder = run_of(recipe)
     rows = read_metrics(folder / "metrics.jsonl", "rl")

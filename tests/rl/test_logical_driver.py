@@ -137,6 +137,7 @@ def test_arithmetic_family_runs_and_repeats(talker: Any, tokenizer: Any, stage_i
     assert_same(*models)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("failing", [pytest.param(0, marks=pytest.mark.slow), 4])
 def test_an_interrupted_run_ends_like_an_uninterrupted_one(
     toy: str, talker: Any, tokenizer: Any, stage_io: Any, failing: int
@@ -160,6 +161,7 @@ def test_an_interrupted_run_ends_like_an_uninterrupted_one(
         assert min(rest.started) >= 3 * ((max(stops) - 1) // 2 * 2), "finished updates were repeated"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
 def test_engines_in_low_precision_round_every_version(
     toy: str, talker: Any, tokenizer: Any, stage_io: Any, dtype: str
@@ -337,6 +339,7 @@ def test_pushes_that_are_too_rare_are_refused() -> None:
         agentic(push_every=3, max_staleness=1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "changes",
     [
@@ -362,6 +365,7 @@ def test_an_asynchronous_run_can_be_interrupted_too(
         assert numbers_of(again) == numbers_of(io)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "changes",
     [

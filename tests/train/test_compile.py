@@ -58,6 +58,7 @@ def graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.long
 def test_one_graph_serves_other_shapes_and_what_is_not_training_stays_eager(small: Callable[..., Any]) -> None:
     """Traced, but not written out in C++, which would take minutes."""
     changes = dict(num_hidden_layers=2, first_k_dense_replace=2, num_nextn_predict_layers=0, **DENSE)
@@ -81,6 +82,7 @@ def test_one_graph_serves_other_shapes_and_what_is_not_training_stays_eager(smal
     assert graphs() == before + 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part", ["all", "backward"])
 def test_layers_stay_eager_with_a_warning_if_compiling_fails(
     small: Callable[..., Any], caplog: pytest.LogCaptureFixture, part: str

@@ -61,6 +61,7 @@ def assert_same(a: Any, b: Any) -> None:
         assert torch.equal(tensor, b.state_dict()[name]), name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("stops", "kind"),
     [(stops, "muon") for stops in ([1], [3], [4, 5], [7], [2, 2, 5])]

@@ -127,6 +127,7 @@ def test_gradients_exist_once(small: Any, stage_io: Any) -> None:
     assert len(alive) > len(copies) and set(alive) == {0}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "micro_rows"),
     [("muon", 1), ("adamw", None)]
@@ -152,6 +153,7 @@ def test_an_interrupted_bf16_run_ends_like_an_uninterrupted_one(
     assert rows[0] == rows[1]
 
 
+@pytest.mark.long
 def test_bf16_learns_what_fp32_learns(small: Any, stage_io: Any) -> None:
     """Thirty steps over four batches: most of the loss goes, and the two curves stay close."""
     curves = {}

@@ -79,6 +79,7 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.long
 @VARIANTS
 def test_selective_recomputation_repeats_nothing_expensive(
     small: Callable[..., Any], changes: dict[str, Any], warmup: bool

@@ -16,7 +16,7 @@ from glm5.ops.triton.kernels.sparse_backward import sparse_backward  # isort: sk
 from glm5.ops.triton.kernels.sparse_decode import sparse_decode  # isort: skip
 from glm5.ops.triton.kernels.sparse_forward import sparse_forward  # isort: skip
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 sizes = st.tuples(
     st.integers(1, 2), st.integers(1, 2), st.integers(1, 20), st.integers(1, 40), st.integers(1, 20),
     st.integers(1, 90), st.integers(1, 70), st.integers(0, 2**20),

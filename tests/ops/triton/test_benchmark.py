@@ -28,7 +28,7 @@ from tests.ops.triton import interpreter  # noqa: F401 - prepares the interprete
 
 from triton.runtime.errors import OutOfResources  # isort: skip - after the interpreter was set up
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 FILE = Path(__file__).parents[3] / "benchmarks" / "gpu.py"
 TINY = Shape(
     heads=2, latent=16, rope=4, topk=6, index_heads=2, index_dim=8, nope=8, value=8, query_latent=12, hidden=24,

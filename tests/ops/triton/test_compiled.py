@@ -14,6 +14,8 @@ from glm5.errors import MissingExtraError, UsageError
 from glm5.launch.kernels import shape_of, survey
 from glm5.ops.triton import TARGETS, compiled
 
+pytestmark = pytest.mark.long
+
 pytest.importorskip("triton")
 
 

@@ -15,7 +15,7 @@ from tests.ops.triton.test_indexer import documents
 from glm5.ops.triton.kernels.range_attention import range_attention  # isort: skip - after the interpreter was set up
 from glm5.ops.triton.kernels.range_attention_backward import range_attention_backward  # isort: skip
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 forward, backward = TORCH_FORMS["attend_ranges"], TORCH_FORMS["attend_ranges_backward"]
 Strided = tuple[Tensor, Tensor, Tensor, Tensor]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -11,6 +12,8 @@ from glm5.ops.attention import sparse_attention
 from glm5.ops.indexer import select_keys, selected_scores
 from glm5.ops.indexer_kl import dense_kl
 from glm5.ops.pages import Pages
+
+pytestmark = pytest.mark.long
 
 
 class Called(TorchDispatchMode):

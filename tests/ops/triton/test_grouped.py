@@ -19,7 +19,7 @@ import triton.language as tl  # isort: skip
 from glm5.ops.triton.kernels import grouped_matmul as kernels  # isort: skip
 from glm5.ops.triton.kernels import integer_rows as integer_kernels  # isort: skip
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 TILES = dict(ROWS=16, COLUMNS=32, TILE=16)
 
 

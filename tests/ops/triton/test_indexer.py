@@ -19,7 +19,7 @@ from glm5.ops.triton.kernels import index_select as own_select  # isort: skip
 from glm5.ops.triton.kernels import selected_scores as own_scores  # isort: skip - after the interpreter was set up
 from glm5.ops.triton.kernels.index_select import index_select  # isort: skip
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 
 def expected_keys(q: Tensor, k: Tensor, w: Tensor, start: Tensor, end: Tensor, topk: int) -> Tensor:

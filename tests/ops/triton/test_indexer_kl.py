@@ -13,7 +13,7 @@ from tests.ops.triton.test_indexer import documents
 
 from glm5.ops.triton.kernels import indexer_kl as kernels  # isort: skip - after the interpreter was set up
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 
 def draw(batch: int, queries: int, index_heads: int, heads: int, dim: int, width: int, keys: int, seed: int):  # type: ignore[no-untyped-def]

@@ -17,7 +17,7 @@ from tests.ops.triton.interpreter import error, examples, generator, randn, spre
 from glm5.ops.triton.kernels.mla_absorb import mla_absorb  # isort: skip - after the interpreter was set up
 from glm5.ops.triton.kernels.mla_latents import mla_latents  # isort: skip
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 
 

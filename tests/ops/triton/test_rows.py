@@ -19,7 +19,7 @@ from tests.ops.triton.interpreter import OnKernels, error, examples, generator, 
 
 from glm5.ops.triton.kernels import sampling as kernels  # isort: skip - after the interpreter was set up
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 
 def doubled(arguments: Sequence[Any]) -> list[Any]:

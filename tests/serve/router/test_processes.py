@@ -30,7 +30,7 @@ from glm5.serve.options import EngineOptions, Limits
 from glm5.serve.router.process import WorkerJob
 from glm5.serve.router.workers import COMMAND
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.long, pytest.mark.dist]
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 KEY = {"x-api-key": "secret"}

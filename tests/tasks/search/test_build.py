@@ -151,6 +151,7 @@ def test_a_clause_that_could_take_in_what_follows_ends_its_sentence(checker: Che
     assert text.startswith("lies in a country that has an area") and text.endswith(f"the country {names[1]}")
 
 
+@pytest.mark.long
 def test_questions_of_another_version_are_made_anew(built: Path, tmp_path: Path) -> None:
     for name in ("web.sqlite", "index"):
         (tmp_path / name).symlink_to(built / name)
@@ -174,6 +175,7 @@ def test_names_in_texts() -> None:
     )
 
 
+@pytest.mark.long
 def test_a_second_build_changes_nothing(built: Path, world: Path, tmp_path: Path) -> None:
     before = (built / "questions.jsonl").read_bytes()
     lines = list[str]()
@@ -192,6 +194,7 @@ def test_a_second_build_changes_nothing(built: Path, world: Path, tmp_path: Path
     assert (tmp_path / "questions.jsonl").read_text().splitlines()[1:] == rows
 
 
+@pytest.mark.long
 def test_a_web_that_has_no_more_questions(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A depth is given up after some rounds without a new question: an ended build stays as it is, and one that was
     stopped in such a stretch ends as if it had not been."""
