@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from _gpu_clock import Clock, spread
 
-from glm5.config.arithmetic import BYTES, component_counts, size_report
 from glm5.config.model import GLM5Config
 from glm5.engine.engine import Engine
 from glm5.engine.kv_pool import PAGE, token_bytes
 from glm5.engine.scoring import score_row
+from glm5.launch.plan_serve import step_bytes, weight_bytes
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.records import SamplingParams
 
@@ -53,20 +53,6 @@ def check(model: GLM5ForCausalLM, length: int) -> dict[str, Any]:
     limit = min(max(ROUNDED, BESIDE * passes), MOST)
     row = {"right": mean <= limit, "mean_abs": mean, "max_abs": max(away), "whole_rows_mean_abs": passes}
     return row | {"limit": limit, "tokens": len(away)}
-
-
-def step_bytes(config: GLM5Config, batch: int, context: int) -> float:
-    """Bytes that a decoding step has to read: all weights but the embedding, MTP and experts that no token of the batch
-    chose (their number for choices that are even and independent), and the cache: index keys of the whole context and
-    the selected latents, or all latents."""
-    c, report, parts = config, size_report(config, context), component_counts(config)
-    moe = report["layers"]["moe"]
-    chosen = c.n_routed_experts * (1 - (1 - c.num_experts_per_tok / max(1, c.n_routed_experts)) ** batch)
-    experts = moe * parts["expert"] * (chosen - c.num_experts_per_tok)
-    keys = min(context, c.index_topk or context) if c.selects_keys else context
-    latents = report["kv_bytes_per_token"] * keys
-    index = report["index_bytes_per_token"] * context if c.selects_keys else 0
-    return float(BYTES * (report["active_params"] + experts) + batch * (latents + index))
 
 
 def prefill(engine: Engine, clock: Clock, length: int, rounds: int) -> list[float]:
@@ -120,6 +106,7 @@ def ours(
         free = torch.cuda.mem_get_info(clock.device)[0] * CACHE_SHARE
         tokens = min(tokens, int(free / token_bytes(config, model.dtype)))
     engine = Engine(model, exact=False, max_batch=max(batches), max_length=longest, cache_tokens=tokens, chunk=chunk)
+    weights, per_token = weight_bytes(config), token_bytes(config, model.dtype)
     found: dict[str, Any] = {"prefill": [], "decode": []}
     for length in lengths:
         speeds = [length / s for s in prefill(engine, clock, length, rounds)]
@@ -131,7 +118,7 @@ def ours(
                 found["decode"].append(row | {"error": "the cache would not hold these sequences"})
                 continue
             seconds = decode(engine, clock, batch, context, rounds)
-            least = step_bytes(config, batch, context) / limits["bandwidth"]
+            least = step_bytes(config, weights, per_token, batch, context) / limits["bandwidth"]
             row |= {"tokens_per_second": spread([batch / s for s in seconds])}
             found["decode"].append(row | {"share_of_memory_bound": spread([least / s for s in seconds])})
     return found

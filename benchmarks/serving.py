@@ -367,14 +367,17 @@ def own(told: dict[str, str], repeats: int) -> dict[str, Any]:
 def precisions(told: dict[str, str], repeats: int) -> dict[str, Any]:
     """bf16 beside the same weights as integers: decoding after a short and a long prompt and of many sequences, and how
     much of the rate at which memory can be read a step of one sequence needs."""
-    from _gpu_serve import step_bytes
+    import torch
     from _timing import ratio, spread
 
     from glm5.config.model import GLM5Config
+    from glm5.engine.kv_pool import token_bytes
+    from glm5.launch.plan_serve import step_bytes, weight_bytes
 
     schemes = {"int8": "w8a8", "int4": "w4a8-channel" if "preset" in told else "w4a8"}  # groups of 128 need 128 columns
     plain = {"plain": told, **{name: told | {"quantize": scheme} for name, scheme in schemes.items()}}
     config = GLM5Config.preset(told["preset"]) if "preset" in told else GLM5Config.load(Path(told["model"]))
+    weights, per_token = weight_bytes(config), token_bytes(config, torch.bfloat16)
     processes = {name: Process(__file__, what) for name, what in plain.items()}
     found: dict[str, Any] = {}
     jobs = (("after 128", "after", 128), ("after 2048", "after", 2048), (f"{BATCH} at once", "batch", 0))
@@ -387,7 +390,7 @@ def precisions(told: dict[str, str], repeats: int) -> dict[str, Any]:
         }
         if length:
             rates = column(turns({"plain": processes["plain"]}, "read", 1)["plain"], "bytes_per_second")
-            least = step_bytes(config, 1, length + TOKENS) / rates[0]
+            least = step_bytes(config, weights, per_token, 1, length + TOKENS) / rates[0]
             found[label]["share_of_read_rate"] = spread([least / s for s in column(runs["plain"], "decode")])
             found[label]["read_gb_per_second"] = rates[0] / 1e9
     for process in processes.values():

@@ -85,7 +85,8 @@ class Scheme:
                 if form is not None and tensor.numel():
                     form.weight.columns(tensor.shape[-1])
             except ValueError as error:
-                raise ConfigError(f'scheme "{self.name}" does not fit "{name}": {error}.') from None
+                advice = '; "w4a8-channel" has no groups.' if self.name == "w4a8" else "."
+                raise ConfigError(f'scheme "{self.name}" does not fit "{name}": {error}{advice}') from None
 
     def without(self, *steps: str) -> Scheme:
         """The scheme with fewer steps, for ablations. Raises ConfigError for a step that it does not have."""

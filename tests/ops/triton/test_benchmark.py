@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import runpy
 import sys
@@ -18,8 +17,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from glm5.config.arithmetic import size_report
-from glm5.config.model import GLM5Config
 from glm5.launch.kernels import shape_of
 from glm5.ops import operators
 from glm5.ops.operators import TRITON_KERNELS
@@ -96,22 +93,6 @@ def test_bad_shapes(bad: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsy
     with pytest.raises(SystemExit, match="2"):
         run(monkeypatch, "train", *bad)
     assert bad[0] in capsys.readouterr().err
-
-
-def test_bytes_of_a_decoding_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One sequence reads the active weights; many read more experts, and at most all of them. Sparse attention reads
-    the selected latents and all index keys."""
-    monkeypatch.syspath_prepend(FILE.parent)
-    bytes_of = importlib.import_module("_gpu_serve").step_bytes
-    config = GLM5Config.preset("tiny", num_nextn_predict_layers=0)
-    report = size_report(config, 1024)
-    index, latents = 2 * 64 * 6, 2 * 80 * 6
-    assert bytes_of(config, 1, 1024) == 2 * report["active_params"] + 1024 * index + 256 * latents
-    assert bytes_of(config, 1, 100) == 2 * report["active_params"] + 100 * (index + latents)
-    dense = config.replace(use_dsa=False, index_topk=None)
-    assert bytes_of(dense, 1, 1024) == 2 * size_report(dense, 1024)["active_params"] + 1024 * latents
-    everything = 2 * (report["total_params"] - report["components"]["embedding"])
-    assert bytes_of(config, 10_000, 1) == pytest.approx(everything + 10_000 * (index + latents))
 
 
 @pytest.mark.slow
