@@ -91,8 +91,13 @@ def _of_suite(folder: Path, given: str, rows: Sequence[Mapping[str, Any]]) -> Sc
         if title not in titles:
             raise ConfigError(f'{folder} is of the suite "{title}", which has no row here; say "ROW={folder}".')
         given = suites[titles[title]]
+    count = int(score["n"])
+    if (unit := score.get("unit", "")) != "":
+        ends = [f"{unit}{score[key]:,.0f}" for key in ("low", "high") if score[key] is not None]
+        spread = f" ({' to '.join(ends)})" if len(ends) == 2 else " (no interval)"
+        return Scored(given, _text(model), _text(f"{unit}{score['score']:,.0f}{spread}, {count}"))
     mean, low, high = (100 * float(score[key]) for key in ("score", "low", "high"))
-    return Scored(given, _text(model), _cell(mean, low, high, int(score["n"])))
+    return Scored(given, _text(model), _cell(mean, low, high, count))
 
 
 def _of_lm_eval(found: Mapping[str, Any], given: str, rows: Sequence[Mapping[str, Any]]) -> list[Scored]:
