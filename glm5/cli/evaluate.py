@@ -17,7 +17,9 @@ LIMITS = ("max_tokens", "max_turns", "max_context")
 @app.command("eval")
 def evaluate(
     model: Annotated[str, typer.Argument(help="Checkpoint directory, or URL of an OpenAI-compatible server.")],
-    suite: Annotated[str, typer.Option(help="ruler, mrcr, browse, a task family (arithmetic, …), or a .toml file.")],
+    suite: Annotated[
+        str, typer.Option(help="aime, ruler, browse, lm-eval, … (docs/evaluation.md), a task family, or a .toml file.")
+    ],
     problems: Annotated[
         int | None, typer.Option(min=1, help="Per part of the suite; default: the suite's, or 100.")
     ] = None,
@@ -63,7 +65,13 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Score a model on held-out problems, with 95 % intervals. The suite browse lets an agent with search tools and a
-    context policy answer the questions of a build (docs/search.md)."""
+    context policy answer the questions of a build (docs/search.md); lm-eval runs the tasks of that package."""
+    if suite == "lm-eval":
+        from glm5.cli.lm_eval import lm_eval
+
+        found = lm_eval(model, assignments(options), out, problems, name, concurrency, tokenizer, api_key_file)
+        show({suite: found} if as_json else found, as_json)
+        return
     if suite == "browse":
         from glm5.cli.browse import browse
 
@@ -136,7 +144,12 @@ def evaluate(
 
 @app.command()
 def table(
-    name: Annotated[str, typer.Argument(help="7 (reasoning, coding, agents), 8 (CC-Bench-V2) or 11 (base models).")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="7 (reasoning, coding, agents), 8 (CC-Bench-V2), 11 (base models) or general (section 6.3)."
+        ),
+    ],
     records: Annotated[
         list[str],
         typer.Argument(help="Folders of `glm5 eval --out`, results files of lm-eval; or ROW=PATH, to say the row."),

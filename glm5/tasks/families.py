@@ -6,6 +6,7 @@ from typing import Any
 
 from glm5.register import Register
 from glm5.tasks.agents import AgentFamily
+from glm5.tasks.coding.benchmark import EvalPlusFamily, LiveCodeFamily
 from glm5.tasks.coding.bugfix import BugfixFamily
 from glm5.tasks.coding.generation import CodeFamily
 from glm5.tasks.contract import Family
@@ -14,6 +15,7 @@ from glm5.tasks.general.family import AssistantFamily
 from glm5.tasks.harbor.family import RoomFamily, SweFamily
 from glm5.tasks.instructions.family import InstructionFamily
 from glm5.tasks.instructions.general import GeneralFamily
+from glm5.tasks.judged_rows import JudgedFamily
 from glm5.tasks.long_context.families import MrcrFamily, RulerFamily
 from glm5.tasks.mathematics.arithmetic import ArithmeticFamily
 from glm5.tasks.mathematics.family import MathFamily
@@ -26,6 +28,7 @@ from glm5.tasks.search.benchmark import BrowseCompFamily
 from glm5.tasks.search.family import SearchFamily
 from glm5.tasks.slides.family import SlidesFamily
 from glm5.tasks.tools.python_tool import PythonToolFamily
+from glm5.tasks.tools.rows import ToolRowsFamily
 from glm5.tasks.tools.toolcall import ToolCallFamily
 from glm5.tasks.vending.family import VendingFamily
 from glm5.tasks.verifiers_adapter import VerifiersFamily
@@ -42,8 +45,11 @@ FAMILIES: Register[Family] = Register(
         "bugfix": BugfixFamily,
         "code": CodeFamily,
         "dialogue": DialogueFamily,
+        "evalplus": EvalPlusFamily,
         "general": GeneralFamily,
         "instructions": InstructionFamily,
+        "judged": JudgedFamily,
+        "livecodebench": LiveCodeFamily,
         "math": MathFamily,
         "mcp_atlas": AtlasFamily,
         "mrcr": MrcrFamily,
@@ -58,6 +64,7 @@ FAMILIES: Register[Family] = Register(
         "terminal": RoomFamily,
         "tool_decathlon": DecathlonFamily,
         "toolcall": ToolCallFamily,
+        "toolcall_rows": ToolRowsFamily,
         "vending": VendingFamily,
         "verifiers": VerifiersFamily,
     },

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from glm5.eval.answer_judge import AnswerJudge
 from glm5.eval.needle_recall import needle_recall, token_places
 from glm5.eval.players import LocalPlayer, Played
 from glm5.eval.record import EPISODES
-from glm5.eval.remote_player import RemotePlayer
+from glm5.eval.remote_player import RemotePlayer, simulated_user
 from glm5.eval.suite import cells_of, find_suite, run_suite, suite_names, summary, with_tokenizer
 from glm5.records import Outcome
 from glm5.sandbox.environment import environment_mechanism
@@ -30,6 +31,7 @@ from tests.agents.scripted_model import Say, ScriptedModel
 from tests.tasks.harbor.tasks import make_task
 from tests.tasks.long_readers import blind, perfect
 
+DESK = Path(__file__).parents[1] / "tasks" / "dialogue" / "desk"
 PARTS = [SuitePart(name=task, family="ruler", options={"tasks": [task]}) for task in ("qa_1", "niah_multiquery")]
 SUITE = Suite(title="two", measure="reward", problems=4, repeats=2, grid={"length": [600, 900]}, parts=PARTS)
 
@@ -118,13 +120,43 @@ SETTINGS = {
 
 def fixture_of(name: str, folder: Path) -> tuple[Suite, bool]:
     """A suite with the smallest data that it takes, and whether it works in rooms."""
-    family = find_suite(name, {}).parts[0].family
+    family, data = find_suite(name, {}).parts[0].family, folder / "data.jsonl"
+    if family in ("mcp_atlas", "tool_decathlon"):
+        pytest.skip("tests/external/mcp/check_servers.py plays it, with the package mcp")
+    if family == "dialogue":
+        for domain in ("retail", "airline", "telecom"):
+            shutil.copytree(DESK, folder / "domains" / domain)
+            tasks = json.loads((DESK / "tasks.json").read_text())
+            (folder / "domains" / domain / "tasks.json").write_text(json.dumps(tasks[1:2]))  # what must be refused
+        return find_suite(name, {"folder": str(folder / "domains")}), True
+    if family == "vending":
+        return find_suite(name, {"days": 2}, problems=2), False
+    if family == "instructions":
+        return find_suite(name, {}, problems=2), False
+    if family == "evalplus":
+        row: dict[str, Any] = {"task_id": "x/1", "prompt": "def one():\n", "entry_point": "one", "base_input": [[]],
+                               "plus_input": [], "canonical_solution": "    return 1\n", "atol": 0}  # fmt: skip
+        for file in ("HumanEvalPlus.jsonl", "MbppPlus.jsonl"):
+            (folder / file).write_text(json.dumps(row))
+        return find_suite(name, {"folder": str(folder)}), True
+    if family == "livecodebench":
+        test = json.dumps([{"input": "", "output": "1", "testtype": "stdin"}])
+        row = {"question_content": "Print 1.", "public_test_cases": test, "private_test_cases": "[]"}
+        data.write_text(json.dumps(row))
+        return find_suite(name, {"file": str(data)}), True
+    if family in ("browsecomp", "judged", "toolcall_rows"):
+        call = {"type": "function", "function": {"name": "x", "parameters": {"type": "object", "properties": {}}}}
+        asked = [{"role": "user", "content": "Q"}]
+        row = {"problem": "Q", "Question": "Q", "answer": "B", "Answer": "B", "messages": asked, "claims": ["B"],
+               "tools": [call], "text": "Q", "language": "Irish", "baseline": "C"}  # fmt: skip
+        data.write_text(json.dumps(row))
+        pages = {"search": "http://127.0.0.1:9"} if family == "browsecomp" else {}
+        return find_suite(name, {"file": str(data), **pages}), False
     if family in ("swe", "terminal"):
         make_task(folder / "tasks" / "hello")
         return find_suite(name, {"folder": str(folder / "tasks")}), True
     if family == "questions":
-        data = folder / "data.jsonl"
-        row: dict[str, Any] = {"question": "Q", "context": "C", "answer": "B", "choices": ["A", "B"]}
+        row = {"question": "Q", "context": "C", "answer": "B", "choices": ["A", "B"]}
         data.write_text(json.dumps(row | {f"choice_{letter}": letter for letter in "ABCD"}) + "\n")
         return find_suite(name, {"file": str(data)}), False
     return find_suite(name, {"length": [1600]}, problems=1), False
@@ -142,29 +174,47 @@ def test_every_suite_is_played_to_its_end(name: str, tmp_path: Path) -> None:
             pytest.skip(str(error))
 
     known: dict[str, str] = {}
-    for part in suite.parts if name == "mrcr" else ():
-        (problem,) = held_out_problems(make_family("mrcr", **part.options, length=1600), 1, name)
-        known[problem.prompt] = problem.demonstration(0)[-1].content
+    for part in suite.parts if name in ("mrcr", "instruction-following") else ():
+        options = {"length": 1600} if name == "mrcr" else {}
+        for problem in held_out_problems(make_family(part.family, **part.options, **options), suite.problems, name):
+            known[problem.prompt] = problem.demonstration(0)[-1].content
 
     def script(body: dict[str, Any], turn: int) -> Say:
-        if rooms:
+        tools = {tool["function"]["name"] for tool in body.get("tools", ())}
+        if "bash" in tools:
             call = ("bash", {"command": "echo hello > /app/out.txt"})
             return Say("done") if turn else Say(calls=[call])
         asked = body["messages"][-1]["content"]
         if name == "ruler":
             return Say(perfect(asked))
-        if name == "mrcr":
+        if asked in known:
             return Say(known[asked])
+        if name == "vending-bench-2":
+            return Say(calls=[("wait_for_next_day", {})])
+        if name in ("evalplus", "livecodebench-base"):
+            return Say("```python\n" + ("print(1)" if "Print" in asked else "def one():\n    return 1") + "\n```")
         chosen = re.search(r"^([A-D])\) B$", asked, re.MULTILINE)
         return Say(f"Answer: {chosen[1]}" if chosen else "\\boxed{B}")
 
-    verdict = json.dumps({"final_answer": "B", "reason": "", "correct": True})
-    with ScriptedModel(script) as model, ScriptedModel(lambda body, turn: Say(verdict)) as judge:
-        player, grader = RemotePlayer(Endpoint(model.url, pauses=())), AnswerJudge(Endpoint(judge.url, pauses=()))
-        found = run_suite(suite, player, folder=tmp_path / "out", judge=grader)
-        assert found["score"] == 1.0 and "errors" not in found
+    def judge(body: dict[str, Any], turn: int) -> Say:
+        """All is right, covered and perfect, and the reply that is not C better than one that is."""
+        text = body["messages"][0]["content"]
+        verdicts: dict[str, Any] = {"correct": True, "coverage_outcome": "fulfilled", "grade": 10}
+        first = re.search(r"BEGIN ANSWER A \w+\n\| (.*)", text)
+        verdicts["verdict"] = "B" if first and first[1] == "C" else "A"
+        fields = body["response_format"]["json_schema"]["schema"]["properties"]
+        return Say(json.dumps({key: verdicts.get(key, "") for key in fields}))
+
+    def user(body: dict[str, Any], turn: int) -> Say:
+        return Say("Renew Emma, please." if turn == 0 else "###STOP###")
+
+    with ScriptedModel(script) as model, ScriptedModel(judge) as one, ScriptedModel(user) as person:
+        player, grader = RemotePlayer(Endpoint(model.url, pauses=())), AnswerJudge(Endpoint(one.url, pauses=()))
+        roles: dict[str, Any] = {"judge": grader, "user": simulated_user(Endpoint(person.url, pauses=()))}
+        found = run_suite(suite, player, folder=tmp_path / "out", **roles)
+        assert found["score"] == (496.0 if name == "vending-bench-2" else 1.0) and "errors" not in found
         asked = len(model.bodies)
-        assert run_suite(suite, player, folder=tmp_path / "out", judge=grader) == found and len(model.bodies) == asked
+        assert run_suite(suite, player, folder=tmp_path / "out", **roles) == found and len(model.bodies) == asked
 
 
 @pytest.mark.parametrize("name", suite_names())

@@ -68,12 +68,12 @@ def test_lm_eval_and_wrong_records(tmp_path: Path) -> None:
     file.write_text(json.dumps(LM_EVAL))
     text = CliRunner().invoke(app, ["table", "11", str(file)]).output
     assert "| own |" in text and cells(text, "GSM8K")[0] == "50.0 (40.1 to 59.9), 101"
-    assert cells(text, "MMLU")[0] == "25.0" and table_names() == ["7", "8", "11"]
+    assert cells(text, "MMLU")[0] == "25.0" and table_names() == ["7", "8", "11", "general"]
     folder = record(tmp_path / "ruler", "ruler", {"name": "m"})
     again = record(tmp_path / "again", "aime", {"name": "m"})
     (tmp_path / "empty").mkdir()
     for name, wrong, error, said in (
-        ("12", [], ConfigError, "7, 8, 11"),
+        ("12", [], ConfigError, "7, 8, 11, general"),
         ("7", [str(folder)], ConfigError, "ROW="),
         ("7", [f"AIME={folder}"], ConfigError, "no row"),
         ("7", [str(again)] * 2, ConfigError, "Two records"),
