@@ -16,7 +16,7 @@ from glm5.records import Message, Outcome
 from glm5.sandbox.sandbox import sandbox_available
 from glm5.tasks import make_family
 from glm5.tasks.coding.benchmark import program_of
-from glm5.tasks.coding.execute import outputs, same_text, same_value
+from glm5.tasks.coding.execute import FAILED, outputs, same_text, same_value
 
 pytestmark = pytest.mark.skipif(sandbox_available() is None, reason="no sandbox on this machine")
 HEAD = 'def spread(xs):\n    """The least and the greatest of xs, as a tuple; None for none."""\n'
@@ -25,6 +25,11 @@ EVALPLUS = {
     "canonical_solution": "    return (min(xs), max(xs)) if xs else None\n",
     "base_input": [[[3, 1, 2]], [[]]], "plus_input": [[[0.1, 0.2]], [["b", "a"]], [3]],
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("glm5.tasks.coding.execute.CASE_S", 1)
 
 
 def write(path: Path, *rows: dict[str, Any]) -> str:
@@ -72,8 +77,12 @@ def test_values_keep_their_types_and_floats_have_a_tolerance(tmp_path: Path) -> 
         and not same_value({"tuple": [1]}, [1])
         and same_value({"tuple": [1]}, [1], 0, True)
     )
-    assert outputs("def f(x): return x * 10**6", [["ab"], ["a"]], "call", "f") == [None, None]  # too long
-    assert outputs("def f(x): return 1", [[1], [1, 2]], "call", "f") == [1, None]
+    assert outputs("def f(x): return x * 10**6", [["ab"], ["a"]], "call", "f", stop=False) == [
+        FAILED,
+        FAILED,
+    ]  # too long
+    assert outputs("def f(x): return 1", [[1], [1, 2]], "call", "f") == [1, FAILED]
+    assert outputs("def f(x): return None if x else 1 / 0", [[1], [0], [1]], "call", "f") == [None, FAILED, FAILED]
     find_zero = EVALPLUS | {"prompt": "def find_zero(xs):\n", "entry_point": "find_zero", "atol": 1e-4,
                             "canonical_solution": "    return -1.0\n", "base_input": [[[-1, 0, 1]]],
                             "plus_input": []}  # fmt: skip
@@ -132,10 +141,7 @@ def livecode(kind: str) -> dict[str, Any]:
         ("functional", "```python\nclass Solution:\n    def scale(self, xs, by):\n        return xs\n```", False),
     ],
 )  # fmt: skip
-def test_replies_to_rows_of_livecodebench(
-    kind: str, reply: str, right: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("glm5.tasks.coding.execute.CASE_S", 1)
+def test_replies_to_rows_of_livecodebench(kind: str, reply: str, right: bool, tmp_path: Path) -> None:
     family = make_family("livecodebench", file=write(tmp_path / "r.jsonl", livecode(kind)), since="2024-08-01")
     problem: Any = family.problem("heldout", 0)
     assert len(problem.tests) == 3 and ("standard input" in problem.prompt) == (kind == "stdin")

@@ -21,7 +21,7 @@ from typing import Any
 
 from glm5.errors import ConfigError, DataError, GradingError
 from glm5.records import Env, Message
-from glm5.tasks.coding.execute import outputs, same_text, same_value
+from glm5.tasks.coding.execute import FAILED, outputs, same_text, same_value
 from glm5.tasks.contract import Family, SingleTurnEnv, ToolSpec
 from glm5.tasks.questions import table_rows
 
@@ -75,8 +75,8 @@ class CodeProblem:
 def _expected(solution: str, name: str, cases: str) -> list[tuple[Any, Any]]:
     """(arguments, tagged value) of the cases on which a solution does not fail."""
     rows = json.loads(cases)
-    found = zip(rows, outputs(solution, rows, "call", name), strict=True)
-    return [(row, value) for row, value in found if value is not None]
+    found = zip(rows, outputs(solution, rows, "call", name, stop=False), strict=True)
+    return [(row, value) for row, value in found if value is not FAILED]
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class EvalPlusProblem(CodeProblem):
         if self.name == "find_zero" and isinstance(got, float) and arguments and isinstance(arguments[0], list):
             # Any root of the polynomial is right.
             return abs(sum(c * got**i for i, c in enumerate(arguments[0]))) <= (self.tolerance or 1e-4)
-        return got is not None and same_value(got, want, self.tolerance)
+        return got is not FAILED and same_value(got, want, self.tolerance)
 
 
 @dataclass(frozen=True)
@@ -116,13 +116,13 @@ class LiveCodeProblem(CodeProblem):
         if not self.name:
             found = outputs(program, [given for given, _ in self.tests], "stdin")
             return all(
-                got is not None and same_text(got, want) for got, (_, want) in zip(found, self.tests, strict=True)
+                got is not FAILED and same_text(got, want) for got, (_, want) in zip(found, self.tests, strict=True)
             )
         cases = [[json.loads(line) for line in given.splitlines() if line.strip()] for given, _ in self.tests]
         found = outputs(f"{COMMON}\n{program}", cases, "call", self.name)
         wanted = [json.loads(want) for _, want in self.tests]
         return all(
-            got is not None and same_value(got, _plain(want), sequences=True)
+            got is not FAILED and same_value(got, _plain(want), sequences=True)
             for got, want in zip(found, wanted, strict=True)
         )
 

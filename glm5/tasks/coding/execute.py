@@ -22,6 +22,8 @@ CASE_S = 6
 """Seconds of one input."""
 MOST_SHOWN = 1 << 18
 """Bytes of one output."""
+FAILED: Any = object()
+"""What stands for the output of a program that failed."""
 
 HARNESS = """\
 import json, os, resource, signal, sys, types
@@ -92,6 +94,8 @@ for case in order["cases"]:
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     good = status == 0 and len(data) <= most
     os.write(3, (json.dumps(data.decode("utf-8", "replace") if good else None) + "\\n").encode())
+    if order["stop"] and not good:
+        break
 """
 
 
@@ -101,10 +105,14 @@ def _sandbox(wall_s: float) -> Sandbox:
     return Sandbox(Limits(cpu_s=60, wall_s=wall_s, memory_mb=1024, processes=4, file_mb=16, output_kb=1 << 15))
 
 
-def outputs(program: str, cases: Sequence[Any], mode: Mode, name: str = "", wall_s: float = 120.0) -> list[Any]:
+def outputs(
+    program: str, cases: Sequence[Any], mode: Mode, name: str = "", *, stop: bool = True, wall_s: float = 120.0
+) -> list[Any]:
     """What a program gives for each case: with "call" the tagged value of its function `name` for a list of arguments,
-    with "stdin" what it prints for a text. None for a failure. Raises GradingError if the sandbox fails."""
+    with "stdin" what it prints for a text. FAILED for a failure, and with `stop` for what comes after it. Raises
+    GradingError if the sandbox fails."""
     order = {"program": program, "name": name, "mode": mode, "seconds": CASE_S, "most": MOST_SHOWN, "cases": cases}
+    order["stop"] = stop
     source = "import os\nos.dup2(1, 3)\nos.set_inheritable(3, False)\n" + HARNESS
     done = _sandbox(wall_s).run_python(source, NO_FILES, json.dumps(order))
     if not done.stdout and done.exit_code not in (0, None) and done.killed_reason is None:
@@ -114,10 +122,10 @@ def outputs(program: str, cases: Sequence[Any], mode: Mode, name: str = "", wall
     for line in lines:
         try:
             said = json.loads(line)
-            found.append(said if said is None or mode == "stdin" else json.loads(said))
+            found.append(FAILED if said is None else said if mode == "stdin" else json.loads(said))
         except (ValueError, RecursionError):
-            found.append(None)
-    return found + [None] * (len(cases) - len(found))  # the run was stopped
+            found.append(FAILED)
+    return found + [FAILED] * (len(cases) - len(found))  # the run was stopped
 
 
 def same_value(got: Any, want: Any, tolerance: float = 0.0, sequences: bool = False) -> bool:

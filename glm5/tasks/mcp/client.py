@@ -129,11 +129,12 @@ class Servers:
 
 async def _tools(session: Any) -> list[Any]:
     import anyio
+    from mcp_types import PaginatedRequestParams
 
     found, cursor = list[Any](), None
     with anyio.fail_after(START_S):
         for _ in range(100):
-            page = await session.list_tools(cursor=cursor) if cursor else await session.list_tools()
+            page = await session.list_tools(params=PaginatedRequestParams(cursor=cursor))
             found += page.tools
             cursor = page.next_cursor
             if not cursor:

@@ -58,7 +58,7 @@ def test_money_and_goods_are_conserved(seed: int, actions: int) -> None:
         try:
             act(business, rng)
         except Refused:
-            assert repr(business) == before or business.storage.total() >= 0
+            assert repr(business) == before
         conserved(business)
 
 
@@ -134,7 +134,7 @@ def sensible(seed: int, days: int = DAYS, supplier: str = GOOD) -> Business:
 
 
 def test_a_sensible_year_ends_above_a_lazy_one_and_repeats() -> None:
-    for seed in range(3):
+    for seed in range(2):
         lazy = Business(seed)
         while not lazy.over:
             lazy.end_day()
