@@ -18,13 +18,15 @@ from glm5.config.suite import Suite, SuitePart
 from glm5.errors import ConfigError, DataError, GradingError
 from glm5.eval.answer_judge import AnswerJudge
 from glm5.eval.needle_recall import needle_recall, token_places
+from glm5.eval.passk import all_of_k
 from glm5.eval.players import LocalPlayer, Played
 from glm5.eval.record import EPISODES
 from glm5.eval.remote_player import RemotePlayer, simulated_user
-from glm5.eval.suite import cells_of, find_suite, run_suite, suite_names, summary, with_tokenizer
+from glm5.eval.suite import find_suite, run_suite, suite_names, with_tokenizer
+from glm5.eval.summary import cells_of, difference, summary
 from glm5.records import Outcome
 from glm5.sandbox.environment import environment_mechanism
-from glm5.stats import Interval, bounded_mean, mean_of_groups, paired_rewards, wilson
+from glm5.stats import Interval, bounded_mean, mean_interval, mean_of_groups, paired_rewards, wilson
 from glm5.tasks import make_family
 from glm5.tasks.contract import held_out_problems
 from tests.agents.scripted_model import Say, ScriptedModel
@@ -412,6 +414,50 @@ def test_answers_to_what_is_another_problem_now(tmp_path: Path) -> None:
     for place in (data, data / "below", Path("/proc/none")):
         with pytest.raises(DataError, match=r"cannot be written|no record|another process"):
             run_suite(suite, Wrong(), folder=place)
+
+
+def test_dollars_have_no_bounds_and_one_year_has_no_interval() -> None:
+    suite = find_suite("vending-bench-2", {}, repeats=2)
+
+    def rows(*balances: float) -> list[dict[str, Any]]:
+        return [
+            {"cell": "vending", "place": i // 2, "repeat": i % 2, "outcome": "failed", "reward": balance, "key": str(i // 2)}
+            for i, balance in enumerate(balances)
+        ]  # fmt: skip
+
+    found = summary(suite, rows(400.0, 600.0, 1000.0, 3000.0, -8.0, 8.0))
+    want = mean_interval([500.0, 2000.0, 0.0])
+    assert found == pytest.approx({**want.plain(), "unit": "$", "note": suite.note}) and found["high"] > 3000
+    alone = summary(suite, rows(400.0, 600.0))
+    assert (alone["score"], alone["low"], alone["high"], alone["n"]) == (500.0, None, None, 1)
+    assert "Infinity" not in json.dumps(alone)
+    change = difference(suite, rows(500.0, 700.0, 900.0, 900.0), rows(400.0, 600.0, 1000.0, 1000.0))
+    assert change["score"] == 0.0 and change["low"] == -change["high"] < -1000
+
+
+def test_pass_hat_k() -> None:
+    """By hand: of four answers to each of three problems, 4, 2 and 0 are right."""
+    suite = find_suite("arithmetic", {}).model_copy(update={"repeats": 4, "all_of": [1, 2, 4]})
+    rows = [{"cell": "arithmetic", "place": place, "repeat": i, "outcome": "solved" if i < right else "failed", "reward": 0.0}
+            for place, right in enumerate((4, 2, 0)) for i in range(4)]  # fmt: skip
+    found = summary(suite, rows)["pass^k"]
+    assert [found[k]["score"] for k in ("1", "2", "4")] == pytest.approx([0.5, (1 + 1 / 6) / 3, 1 / 3])
+    assert found["4"]["n"] == 3 and found["4"]["low"] < 1 / 3 < found["4"]["high"]
+    assert [all_of_k(4, 2, k) for k in (1, 2, 3)] == pytest.approx([1 / 2, 1 / 6, 0.0])
+    for wrong in ((4, 5, 1), (4, 2, 5), (4, 2, 0)):
+        with pytest.raises(ConfigError):
+            all_of_k(*wrong)
+    with pytest.raises(ConfigError, match="at least as many repeats"):
+        find_suite("tau2-bench", {}, repeats=2)
+
+
+def test_a_suite_that_needs_a_user_or_a_server_says_so(small: Callable[..., Any], tokenizer: Tokenizer) -> None:
+    folder = {"folder": str(DESK.parent), "domain": "desk"}
+    with pytest.raises(ConfigError, match="--user"):
+        run_suite(find_suite("dialogue", folder), Coin())
+    player = LocalPlayer(small(max_position_embeddings=700), tokenizer)
+    with pytest.raises(ConfigError, match="context policy"):
+        run_suite(find_suite("vending-bench-2", {"days": 2}, problems=1), player)
 
 
 def test_families_are_scored_as_before() -> None:

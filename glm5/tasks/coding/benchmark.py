@@ -93,7 +93,10 @@ class EvalPlusProblem(CodeProblem):
         known = _expected(self.start + self.solution, self.name, self.cases)
         if not known:
             raise GradingError(f"{self.id}: its own solution fails on every input.")
-        program = f"{self.start.rstrip()}\n{program_of(reply)}"
+        code, start = program_of(reply), self.start.rstrip()
+        if start.endswith(":") and re.search(rf"^def {self.name}\b", code, re.MULTILINE):
+            start += "\n    pass"  # the prompt has no docstring, and the reply is the whole function
+        program = f"{start}\n{code}"
         found = outputs(program, [arguments for arguments, _ in known], "call", self.name)
         return all(self._is(got, *case) for got, case in zip(found, known, strict=True))
 
