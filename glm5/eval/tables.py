@@ -54,8 +54,9 @@ def table(name: str, records: Sequence[str]) -> str:
     for row in rows:
         own = [cells.get((row["name"], model), "") for model in models]
         lines.append(f"| {' | '.join([row['name'], *own, *map(_plain, row['paper'])])} |")
-    lines += ["", f'Per cent, with 95 % intervals and numbers of problems. Columns marked "{PAPER}" are copied from '
-              "arXiv:2602.15763; its settings, prompts and agents can differ from those here.", ""]  # fmt: skip
+    note = f'Per cent, if no unit is given, with 95 % intervals and numbers of problems. Columns marked "{PAPER}" are '
+    note += "copied from arXiv:2602.15763; its settings, prompts and agents can differ from those here."
+    lines += ["", note, ""]
     return "\n".join(lines)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +26,7 @@ from glm5.eval.record import EPISODES
 from glm5.eval.remote_player import RemotePlayer, simulated_user
 from glm5.eval.suite import find_suite, run_suite, suite_names, with_tokenizer
 from glm5.eval.summary import cells_of, difference, summary
+from glm5.eval.tables import table
 from glm5.records import Outcome
 from glm5.sandbox.environment import environment_mechanism
 from glm5.stats import Interval, bounded_mean, mean_interval, mean_of_groups, paired_rewards, wilson
@@ -421,9 +424,16 @@ def test_dollars_have_no_bounds_and_one_year_has_no_interval() -> None:
 
     def rows(*balances: float) -> list[dict[str, Any]]:
         return [
-            {"cell": "vending", "place": i // 2, "repeat": i % 2, "outcome": "failed", "reward": balance, "key": str(i // 2)}
-            for i, balance in enumerate(balances)
-        ]  # fmt: skip
+            {
+                "cell": "vending",
+                "key": f"{i // 2}",
+                "place": i // 2,
+                "repeat": i % 2,
+                "outcome": "failed",
+                "reward": dollars,
+            }
+            for i, dollars in enumerate(balances)
+        ]
 
     found = summary(suite, rows(400.0, 600.0, 1000.0, 3000.0, -8.0, 8.0))
     want = mean_interval([500.0, 2000.0, 0.0])
@@ -438,8 +448,17 @@ def test_dollars_have_no_bounds_and_one_year_has_no_interval() -> None:
 def test_pass_hat_k() -> None:
     """By hand: of four answers to each of three problems, 4, 2 and 0 are right."""
     suite = find_suite("arithmetic", {}).model_copy(update={"repeats": 4, "all_of": [1, 2, 4]})
-    rows = [{"cell": "arithmetic", "place": place, "repeat": i, "outcome": "solved" if i < right else "failed", "reward": 0.0}
-            for place, right in enumerate((4, 2, 0)) for i in range(4)]  # fmt: skip
+    rows = [
+        {
+            "cell": "arithmetic",
+            "place": place,
+            "repeat": i,
+            "reward": 0.0,
+            "outcome": "solved" if i < right else "failed",
+        }
+        for place, right in enumerate((4, 2, 0))
+        for i in range(4)
+    ]
     found = summary(suite, rows)["pass^k"]
     assert [found[k]["score"] for k in ("1", "2", "4")] == pytest.approx([0.5, (1 + 1 / 6) / 3, 1 / 3])
     assert found["4"]["n"] == 3 and found["4"]["low"] < 1 / 3 < found["4"]["high"]
@@ -483,6 +502,43 @@ def test_means_of_groups() -> None:
             bounded_mean(values)
     with pytest.raises(ValueError, match="no groups"):
         mean_of_groups([])
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_served_for_a_context_policy_and_a_user_is_named(
+    small: Callable[..., Any], tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """The verb in a process of its own: a year of one day, and a dialogue that the model's words do not help."""
+    small(max_position_embeddings=8000).save_pretrained(tmp_path / "model")
+    tokenizer.save(tmp_path / "model")
+    command = [
+        sys.executable,
+        "-m",
+        "glm5",
+        "eval",
+        str(tmp_path / "model"),
+        "--problems",
+        "1",
+        "--limit",
+        "max_tokens=4",
+    ]
+
+    def said(*arguments: str) -> dict[str, Any]:
+        done = subprocess.run([*command, *arguments, "--json"], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return dict(json.loads(done.stdout))
+
+    out = ("--out", str(tmp_path / "out"))
+    (found,) = said("--suite", "vending-bench-2", "--set", "days=1", "--limit", "max_turns=2", *out).values()
+    assert (found["score"], found["low"], found["unit"]) == (500.0, None, "$")
+    assert json.loads((tmp_path / "out" / "settings.json").read_text())["model"]["served"][-1] == "--exact"
+    assert "$500 (no interval), 1" in table("7", [str(tmp_path / "out")])
+    desk = ("--set", f"folder={DESK.parent}", "--set", "domain=desk", "--limit", "max_turns=3")
+    with ScriptedModel([Say("Renew Emma."), Say("###STOP###")]) as person:
+        (found,) = said("--suite", "dialogue", *desk, "--user", person.url, "--out", str(tmp_path / "talk")).values()
+    assert found["n"] == 1 and "errors" not in found and person.bodies[0]["temperature"] == 0.0
+    written = json.loads((tmp_path / "talk" / "settings.json").read_text())
+    assert written["model"]["user"] == {"url": person.url, "name": "scripted"}
 
 
 def test_the_verb(

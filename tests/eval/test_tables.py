@@ -84,8 +84,12 @@ def test_dollars_and_logs_of_inspect(tmp_path: Path) -> None:
     assert "| own |" in text and cells(text, "tau2-bench")[0] == "50.0 (40.1 to 59.9), 101"
     text = table("7", [f"tau2-bench={one},{log('airline', 0.7)}"])
     assert cells(text, "tau2-bench")[0] == "60.0 (53.0 to 67.0), 202"  # narrower by the root of 2
-    for wrong, error, said in ((one, ConfigError, "need a row"), (f"tau2-bench={log('x', 0.1, 'error')}", ConfigError, "did not end"),
-                               (f"tau2-bench={one},{tmp_path / 'none.json'}", DataError, "no record")):  # fmt: skip
+    wrongs: list[tuple[str, type[Exception], str]] = [
+        (one, ConfigError, "need a row"),
+        (f"tau2-bench={log('x', 0.1, 'error')}", ConfigError, "did not end"),
+        (f"tau2-bench={one},{tmp_path / 'none.json'}", DataError, "no record"),
+    ]
+    for wrong, error, said in wrongs:
         with pytest.raises(error, match=said):
             table("7", [wrong])
 

@@ -136,7 +136,7 @@ def livecode(kind: str) -> dict[str, Any]:
         ("stdin", "if __name__ == '__main__':\n    input()\n    print(sum(map(int, input().split())), 'x')", False),
         ("stdin", "```python\nprint(3)\n```", False),
         ("stdin", "```python\nimport time\ntime.sleep(99)\n```", False),
-        ("functional", "class Solution:\n    def scale(self, xs: List[int], by):\n        return [x*by for x in xs]", True),
+        ("functional", "class Solution:\n    def scale(_, xs: List, by):\n        return [by*x for x in xs]", True),
         ("functional", "class Solution:\n    def scale(self, xs, by):\n        return tuple(x * by for x in xs)", True),
         ("functional", "```python\nclass Solution:\n    def scale(self, xs, by):\n        return xs\n```", False),
     ],

@@ -34,9 +34,9 @@ class UserProblem(Protocol):
 
 
 def rules_of(domain: str) -> str:
-    """The guidelines of the user: those of every domain, then those of this one."""
+    """The rules of the user in a domain, or for "all" those in every one; "" for a domain without rules of its own."""
     found: Mapping[str, Mapping[str, str]] = tomllib.loads(RULES.read_text(encoding="utf-8"))
-    return "\n".join(found[name]["text"].strip() for name in ("all", domain) if name in found)
+    return found[domain]["text"].strip() if domain in found else ""
 
 
 def scenario_of(scenario: Mapping[str, Any]) -> str:
@@ -60,7 +60,8 @@ class SimulatedUser:
     messages: list[Message] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.messages[:0] = [Message("system", f"{rules_of(self.domain)}\n\n<scenario>\n{self.scenario}\n</scenario>")]
+        parts = rules_of("all"), f"<scenario>\n{self.scenario}\n</scenario>", rules_of(self.domain)
+        self.messages.insert(0, Message("system", "\n\n".join(filter(None, parts))))
 
     def hear(self, text: str) -> str:
         """The user's answer to what the agent says. Raises GradingError if there is none."""

@@ -138,7 +138,8 @@ def test_the_users_view_and_its_rules() -> None:
     system = heard[1][0].content
     assert "<scenario>\nYou want a lamp.\n</scenario>" in system and "Never relax" in system
     assert all(message.reasoning is None for message in user.messages)
-    assert "transferred now" in rules_of("telecom") and "transferred now" not in rules_of("airline")
+    assert system.index("Say what the customer says") < system.index("<scenario>") < system.index("Never relax")
+    assert "transferred now" in rules_of("telecom") and rules_of("airline") == "" != rules_of("all")
     assert ends("Thanks ###STOP###") == "###STOP###" and ends("stop") is None
     told = scenario_of({"persona": "calm", "instructions": {"known_info": "id 3", "unknown_info": None}})
     assert told == "persona: calm\nwhat you know: id 3"
