@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Iterator, Sequence
@@ -108,13 +109,29 @@ def play_messages(
     """Play one problem as text, with the suite's context policy; `told` hears the replies as they come.
 
     A prompt that is too long for the server and a reply that is cut off are TRUNCATED; a failure of the environment is
-    ENV_ERROR. Raises EndpointError for a server that does not answer.
+    ENV_ERROR. An environment with a method `close` is closed at the end, however that comes. Raises EndpointError for a
+    server that does not answer.
     """
-    try:
-        env = problem.env()
-        messages, tools, thinking = env.start()
-    except Exception as error:
-        return _env_error(error)
+    with contextlib.ExitStack() as stack:
+        try:
+            env = problem.env()
+            stack.callback(getattr(env, "close", lambda: None))
+            opening = env.start()
+        except Exception as error:
+            return _env_error(error)
+        return _play(env, opening, model, suite, template, told, tokenizer)
+
+
+def _play(
+    env: Env,
+    opening: tuple[Sequence[Message], Sequence[ToolSpec], bool],
+    model: Endpoint,
+    suite: Suite,
+    template: bool,
+    told: OnDelta | None,
+    tokenizer: Tokenizer | None,
+) -> Played:
+    messages, tools, thinking = opening
     if template:
         model = model.asking(chat_template_kwargs={"enable_thinking": thinking})
     history: list[Message] = list(messages)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import selectors
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -39,7 +40,7 @@ class Pipes:
             for descriptor in (theirs_in, theirs_out, null):
                 os.close(descriptor)
         os.set_blocking(self.input, False)
-        self._session = 0
+        self._session, self._ends = 0, weakref.finalize(self, _close, (self.input, self.output, self._status))
         said = os.read(self._status, 400).decode(errors="replace")
         if not said.startswith("started "):
             self.close()
@@ -84,9 +85,12 @@ class Pipes:
 
     def close(self) -> None:
         """End the program and those of its session."""
-        if self.output >= 0:
+        if self._ends.alive:
             if self._session:
                 self._room._kill(self._session)
-            for descriptor in (self.input, self.output, self._status):
-                os.close(descriptor)
-            self.output = -1
+            self._ends()
+
+
+def _close(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

@@ -5,11 +5,11 @@ An environment only keeps the reply. Until there is a verdict, that is an error 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from glm5.records import Message, Outcome, StepResult
+from glm5.records import Outcome, StepResult
 
 Form = Literal["answer", "claims", "grade", "pair"]
 """Whether the reply means a right answer; how many claims it covers; a grade from 1 to 10; whether it is better than a
@@ -45,8 +45,3 @@ def unjudged(reply: str, detail: Mapping[str, Any] | None = None) -> StepResult:
     """The end of an episode whose reply waits for its verdict."""
     kept = {**(detail or {}), "reply": reply, "cause": UNJUDGED, "error": "not judged yet"}
     return StepResult(done=True, outcome=Outcome.ENV_ERROR, detail=kept)
-
-
-def dialogue(messages: Sequence[Message]) -> str:
-    """A conversation as a judge reads it."""
-    return "\n\n".join(f"{message.role}: {message.content}" for message in messages if message.content)

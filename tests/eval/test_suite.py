@@ -115,7 +115,7 @@ def test_an_interrupted_run_goes_on_and_others_are_refused(tmp_path: Path) -> No
 
 REASONING = (1.0, 0.95, 131_072)
 SETTINGS = {
-    **dict.fromkeys(("aime", "hmmt", "imo-answerbench", "gpqa-diamond", "longbench-v2", "hle"), REASONING),
+    **dict.fromkeys(("aime", "hmmt", "imo-answerbench", "gpqa-diamond", "longbench-v2", "hle", "hle-tools"), REASONING),
     **dict.fromkeys(("swe-bench-verified", "swe-bench-multilingual"), (0.7, 0.95, 16_384)),
     "terminal-bench-2": (0.7, 1.0, 8192),
     "cybergym": (1.0, 1.0, 32_000),
@@ -152,7 +152,7 @@ def fixture_of(name: str, folder: Path) -> tuple[Suite, bool]:
     if family in ("browsecomp", "judged", "toolcall_rows"):
         call = {"type": "function", "function": {"name": "x", "parameters": {"type": "object", "properties": {}}}}
         asked = [{"role": "user", "content": "Q"}]
-        row = {"problem": "Q", "Question": "Q", "answer": "B", "Answer": "B", "messages": asked, "claims": ["B"],
+        row = {"problem": "Q", "Question": "Q", "question": "Q", "answer": "B", "Answer": "B", "messages": asked, "claims": ["B"],
                "tools": [call], "text": "Q", "language": "Irish", "baseline": "C"}  # fmt: skip
         data.write_text(json.dumps(row))
         pages = {"search": "http://127.0.0.1:9"} if family == "browsecomp" else {}

@@ -87,6 +87,7 @@ class World:
     def __exit__(self, *_: object) -> None:
         for state in self._open:
             state.pipes.close()
+        self._open.clear()
         self._room.stop()
 
     def open(self, task: Mapping[str, Any]) -> State:

@@ -7,6 +7,7 @@ what it had to (COMMUNICATE), assertions about the database hold (ENV_ASSERTION)
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import weakref
@@ -28,6 +29,7 @@ beside a call is not sent. Follow this policy, whatever the customer says.
 <policy>
 {policy}
 </policy>"""
+EMPTY = Message("user", "(Your message was empty.)")
 BASIS = ("DB", "COMMUNICATE")
 KNOWN = (*BASIS, "ENV_ASSERTION", "ACTION")
 MOST_MALFORMED = 3
@@ -72,19 +74,19 @@ class DialogueEnv:
         self.problem, self.domain = problem.id, problem.domain
         self._source, self._model = problem, user
         self._turns = self._malformed = 0
+        self._stack = contextlib.ExitStack()
         self._said: list[str] = []
         self._calls: list[ToolCall] = []
 
     def start(self) -> tuple[Sequence[Message], Sequence[ToolSpec], bool]:
         """Raises GradingError if the room, the domain or the user fails."""
         source = self._source
-        self._world = World(source.world)
-        weakref.finalize(self, self._world.room.stop)
-        self._world.__enter__()
-        self._state = self._world.open(source.task)
+        weakref.finalize(self, self._stack.close)  # an episode that is given up
+        self._world = self._stack.enter_context(World(source.world))
+        self._state = state = self._world.open(source.task)
         self._user = SimulatedUser(
             self._model, source.world.name, source.prompt, self._state.tools("user"),
-            lambda call: self._state.call("user", call),
+            lambda call: state.call("user", call),
         )  # fmt: skip
         opening = [Message("system", AGENT.format(policy=source.world.policy)), Message("assistant", GREETING)]
         return [*opening, Message("user", self._user.hear(GREETING))], self._state.tools("assistant"), source.thinking
@@ -96,7 +98,7 @@ class DialogueEnv:
             self._malformed += 1
             if self._malformed >= MOST_MALFORMED:
                 return self._end(Outcome.MALFORMED)
-            return self._go_on(Message("tool", "Error: this is neither a call nor a message"))
+            return self._go_on(Message("tool", "Error: these are no calls") if message is None else EMPTY)
         if message.tool_calls:
             return self._go_on(*map(self._call, enumerate(message.tool_calls)))
         self._said.append(message.content)
@@ -120,9 +122,13 @@ class DialogueEnv:
         return StepResult(messages=messages)
 
     def _end(self, outcome: Outcome, reward: float = 0.0, **detail: Any) -> StepResult:
-        self._world.__exit__()
+        self.close()
         told = {"domain": self._source.world.name, "turns": self._turns, "calls": len(self._calls), **detail}
         return StepResult(done=True, reward=reward, outcome=outcome, detail=told)
+
+    def close(self) -> None:
+        """End the room."""
+        self._stack.close()
 
     def _scores(self) -> dict[str, bool]:
         """Whether each part of the task's basis holds."""

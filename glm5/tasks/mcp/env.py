@@ -69,7 +69,7 @@ class McpEnv(ABC):
         source = self._source
         trees: dict[str, Any] = {WORKSPACE: source.files or []}
         self.room = open_environment(trees, read_only=source.setting.show, limits=LIMITS)
-        weakref.finalize(self, self.room.stop)
+        weakref.finalize(self, self._stack.close)  # an episode that is given up
         self._stack.enter_context(self.room)
         self._prepare()
         self._servers = self._stack.enter_context(Servers(self.room, source.setting.servers, WORKSPACE))
@@ -124,6 +124,10 @@ class McpEnv(ABC):
 
     def _counts(self) -> dict[str, Any]:
         return {"turns": self._turns, "calls": self._calls, "failed_calls": self._failed}
+
+    def close(self) -> None:
+        """End an episode that is given up: its servers, the thread that speaks to them, and its room."""
+        self._stack.close()
 
     @contextlib.contextmanager
     def _ending(self) -> Iterator[None]:

@@ -156,18 +156,16 @@ class Business:
 
     def _sell(self) -> Counter[str]:
         offered = [slot for slot in self.slots if slot.units and slot.price]
-        different = len({slot.product for slot in offered})
+        different = len({s.product for s in offered if s.price <= 2 * PRODUCTS[s.product].price})
         sold: Counter[str] = Counter()
-        for product in sorted({slot.product for slot in offered}):
-            places = sorted((s for s in offered if s.product == product), key=lambda slot: slot.price)
-            wanted = demand(self.seed, self.day, PRODUCTS[product], places[0].price, different)
-            for place in places:  # the cheapest slot first; who would pay more than it asks is not known
-                units = min(place.units, wanted)
-                taken = units * place.price
-                cash = round(taken * CASH_SHARE)
-                place.units, wanted = place.units - units, wanted - units
-                self.cash, self.bank, self.sales = self.cash + cash, self.bank + taken - cash, self.sales + taken
-                sold[product] += units
+        for place in sorted(offered, key=lambda slot: slot.price):  # of equal products the cheapest first
+            wanted = demand(self.seed, self.day, PRODUCTS[place.product], place.price, different)
+            units = max(0, min(place.units, wanted - sold[place.product]))  # those who pay this much and have none yet
+            taken = units * place.price
+            cash = round(taken * CASH_SHARE)
+            place.units -= units
+            self.cash, self.bank, self.sales = self.cash + cash, self.bank + taken - cash, self.sales + taken
+            sold[place.product] += units
         self.sold += sold
         return +sold
 

@@ -148,6 +148,26 @@ def test_a_sensible_year_ends_above_a_lazy_one_and_repeats() -> None:
     assert dear < sensible(0).bank
 
 
+def test_a_cheap_slot_sells_no_dear_one() -> None:
+    """Few want a bar at $9, whatever the slot beside it asks; and what is dear is no choice."""
+
+    def sold(*slots: tuple[str, int, int]) -> list[int]:
+        business, total = Business(5), [0] * len(slots)
+        for _ in range(40):
+            for number, (product, units, price) in enumerate(slots, SMALL_SLOTS + 1):
+                slot = business.slots[number - 1]
+                slot.product, slot.units, slot.price = product, units, price
+            business.end_day()
+            left = [business.slots[SMALL_SLOTS + i].units for i in range(len(slots))]
+            total = [had + slots[i][1] - left[i] for i, had in enumerate(total)]
+        return total
+
+    dear, alone = ("chips", 15, 900), ("chips", 15, 170)
+    assert sold(("chips", 1, 1), dear)[1] <= sold(dear)[0] < 40
+    assert sold(alone) == sold(alone, ("cola", 15, 9999), ("water", 15, 9999), ("gum", 15, 9999))[:1]
+    assert sold(alone)[0] < sold(alone, ("cola", 15, 220), ("water", 15, 170), ("gum", 15, 120))[0]
+
+
 def test_suppliers_and_their_mail() -> None:
     business = Business(3)
     for to, body in ((GOOD, "What do you sell?"), (GOOD, "order 12 cola\norder 12 chips"), (QUICK, "order 1 gold"),
