@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import shutil
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,23 +13,17 @@ import pytest
 from glm5.agents.endpoint import Endpoint, EndpointError
 from glm5.chat import Tokenizer
 from glm5.config.suite import Suite, SuitePart
-from glm5.errors import ConfigError, DataError, GradingError
-from glm5.eval.answer_judge import AnswerJudge
+from glm5.errors import ConfigError, DataError
 from glm5.eval.needle_recall import needle_recall, token_places
-from glm5.eval.passk import all_of_k
 from glm5.eval.players import LocalPlayer, Played
 from glm5.eval.record import EPISODES
-from glm5.eval.remote_player import RemotePlayer, simulated_user
-from glm5.eval.suite import find_suite, run_suite, suite_names, with_tokenizer
-from glm5.eval.summary import cells_of, difference, summary
-from glm5.eval.tables import table
+from glm5.eval.remote_player import RemotePlayer
+from glm5.eval.suite import find_suite, run_suite, with_tokenizer
+from glm5.eval.summary import cells_of
 from glm5.records import Outcome
-from glm5.sandbox.environment import environment_mechanism
-from glm5.stats import Interval, bounded_mean, mean_interval, mean_of_groups, paired_rewards, wilson
+from glm5.stats import bounded_mean, mean_of_groups, paired_rewards
 from glm5.tasks import make_family
-from glm5.tasks.contract import held_out_problems
 from tests.agents.scripted_model import Say, ScriptedModel
-from tests.tasks.harbor.tasks import make_task
 from tests.tasks.long_readers import blind, perfect
 
 DESK = Path(__file__).parents[1] / "tasks" / "dialogue" / "desk"
@@ -111,126 +101,6 @@ def test_an_interrupted_run_goes_on_and_others_are_refused(tmp_path: Path) -> No
         run_suite(SUITE, Coin(), folder=folder, told={"name": "m"})
     with pytest.raises(DataError, match="no record"):
         run_suite(SUITE, Coin(), folder=tmp_path)
-
-
-REASONING = (1.0, 0.95, 131_072)
-SETTINGS = {
-    **dict.fromkeys(("aime", "hmmt", "imo-answerbench", "gpqa-diamond", "longbench-v2", "hle", "hle-tools"), REASONING),
-    **dict.fromkeys(("swe-bench-verified", "swe-bench-multilingual"), (0.7, 0.95, 16_384)),
-    "terminal-bench-2": (0.7, 1.0, 8192),
-    "cybergym": (1.0, 1.0, 32_000),
-}
-"""Temperature, top_p and new tokens of the paper's appendix B, where it has them."""
-
-
-def fixture_of(name: str, folder: Path) -> tuple[Suite, bool]:
-    """A suite with the smallest data that it takes, and whether it works in rooms."""
-    family, data = find_suite(name, {}).parts[0].family, folder / "data.jsonl"
-    if family in ("mcp_atlas", "tool_decathlon"):
-        pytest.skip("tests/external/mcp/check_servers.py plays it, with the package mcp")
-    if family == "dialogue":
-        for domain in ("retail", "airline", "telecom"):
-            shutil.copytree(DESK, folder / "domains" / domain)
-            tasks = json.loads((DESK / "tasks.json").read_text())
-            (folder / "domains" / domain / "tasks.json").write_text(json.dumps(tasks[1:2]))  # what must be refused
-        return find_suite(name, {"folder": str(folder / "domains")}), True
-    if family == "vending":
-        return find_suite(name, {"days": 2}, problems=2), False
-    if family == "instructions":
-        return find_suite(name, {}, problems=2), False
-    if family == "evalplus":
-        row: dict[str, Any] = {"task_id": "x/1", "prompt": "def one():\n", "entry_point": "one", "base_input": [[]],
-                               "plus_input": [], "canonical_solution": "    return 1\n", "atol": 0}  # fmt: skip
-        for file in ("HumanEvalPlus.jsonl", "MbppPlus.jsonl"):
-            (folder / file).write_text(json.dumps(row))
-        return find_suite(name, {"folder": str(folder)}), True
-    if family == "livecodebench":
-        test = json.dumps([{"input": "", "output": "1", "testtype": "stdin"}])
-        row = {"question_content": "Print 1.", "public_test_cases": test, "private_test_cases": "[]"}
-        data.write_text(json.dumps(row))
-        return find_suite(name, {"file": str(data)}), True
-    if family in ("browsecomp", "judged", "toolcall_rows"):
-        call = {"type": "function", "function": {"name": "x", "parameters": {"type": "object", "properties": {}}}}
-        asked = [{"role": "user", "content": "Q"}]
-        row = {"problem": "Q", "Question": "Q", "question": "Q", "answer": "B", "Answer": "B", "messages": asked, "claims": ["B"],
-               "tools": [call], "text": "Q", "language": "Irish", "baseline": "C"}  # fmt: skip
-        data.write_text(json.dumps(row))
-        pages = {"search": "http://127.0.0.1:9"} if family == "browsecomp" else {}
-        return find_suite(name, {"file": str(data), **pages}), False
-    if family in ("swe", "terminal"):
-        make_task(folder / "tasks" / "hello")
-        return find_suite(name, {"folder": str(folder / "tasks")}), True
-    if family == "questions":
-        row = {"question": "Q", "context": "C", "answer": "B", "choices": ["A", "B"]}
-        data.write_text(json.dumps(row | {f"choice_{letter}": letter for letter in "ABCD"}) + "\n")
-        return find_suite(name, {"file": str(data)}), False
-    return find_suite(name, {"length": [1600]}, problems=1), False
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", suite_names())
-def test_every_suite_is_played_to_its_end(name: str, tmp_path: Path) -> None:
-    """By a server that reads long texts perfectly, picks B, and writes the file that the task in a room wants."""
-    suite, rooms = fixture_of(name, tmp_path)
-    if rooms:
-        try:
-            environment_mechanism()
-        except GradingError as error:
-            pytest.skip(str(error))
-
-    known: dict[str, str] = {}
-    for part in suite.parts if name in ("mrcr", "instruction-following") else ():
-        options = {"length": 1600} if name == "mrcr" else {}
-        for problem in held_out_problems(make_family(part.family, **part.options, **options), suite.problems, name):
-            known[problem.prompt] = problem.demonstration(0)[-1].content
-
-    def script(body: dict[str, Any], turn: int) -> Say:
-        tools = {tool["function"]["name"] for tool in body.get("tools", ())}
-        if "bash" in tools:
-            call = ("bash", {"command": "echo hello > /app/out.txt"})
-            return Say("done") if turn else Say(calls=[call])
-        asked = body["messages"][-1]["content"]
-        if name == "ruler":
-            return Say(perfect(asked))
-        if asked in known:
-            return Say(known[asked])
-        if name == "vending-bench-2":
-            return Say(calls=[("wait_for_next_day", {})])
-        if name in ("evalplus", "livecodebench-base"):
-            return Say("```python\n" + ("print(1)" if "Print" in asked else "def one():\n    return 1") + "\n```")
-        chosen = re.search(r"^([A-D])\) B$", asked, re.MULTILINE)
-        return Say(f"Answer: {chosen[1]}" if chosen else "\\boxed{B}")
-
-    def judge(body: dict[str, Any], turn: int) -> Say:
-        """All is right, covered and perfect, and the reply that is not C better than one that is."""
-        text = body["messages"][0]["content"]
-        verdicts: dict[str, Any] = {"correct": True, "coverage_outcome": "fulfilled", "grade": 10}
-        first = re.search(r"BEGIN ANSWER A \w+\n\| (.*)", text)
-        verdicts["verdict"] = "B" if first and first[1] == "C" else "A"
-        fields = body["response_format"]["json_schema"]["schema"]["properties"]
-        return Say(json.dumps({key: verdicts.get(key, "") for key in fields}))
-
-    def user(body: dict[str, Any], turn: int) -> Say:
-        return Say("Renew Emma, please." if turn == 0 else "###STOP###")
-
-    with ScriptedModel(script) as model, ScriptedModel(judge) as one, ScriptedModel(user) as person:
-        player, grader = RemotePlayer(Endpoint(model.url, pauses=())), AnswerJudge(Endpoint(one.url, pauses=()))
-        roles: dict[str, Any] = {"judge": grader, "user": simulated_user(Endpoint(person.url, pauses=()))}
-        found = run_suite(suite, player, folder=tmp_path / "out", **roles)
-        assert found["score"] == (496.0 if name == "vending-bench-2" else 1.0) and "errors" not in found
-        asked = len(model.bodies)
-        assert run_suite(suite, player, folder=tmp_path / "out", **roles) == found and len(model.bodies) == asked
-
-
-@pytest.mark.parametrize("name", suite_names())
-def test_suites_that_come_with_glm5(name: str, tmp_path: Path) -> None:
-    suite, _ = fixture_of(name, tmp_path)
-    assert SETTINGS.get(name, (suite.temperature, suite.top_p, suite.max_tokens)) == (
-        suite.temperature, suite.top_p, suite.max_tokens,
-    )  # fmt: skip
-    assert len({cell.label for cell in cells_of(suite)}) == len(cells_of(suite)) and suite.title and suite.source
-    for part in suite.parts:
-        make_family(part.family, **part.options)
 
 
 def test_ruler_has_the_published_numbers_of_tokens() -> None:
@@ -419,57 +289,6 @@ def test_answers_to_what_is_another_problem_now(tmp_path: Path) -> None:
             run_suite(suite, Wrong(), folder=place)
 
 
-def test_dollars_have_no_bounds_and_one_year_has_no_interval() -> None:
-    suite = find_suite("vending-bench-2", {}, repeats=2)
-
-    def rows(*balances: float) -> list[dict[str, Any]]:
-        return [
-            {
-                "cell": "vending",
-                "key": f"{i // 2}",
-                "place": i // 2,
-                "repeat": i % 2,
-                "outcome": "failed",
-                "reward": dollars,
-            }
-            for i, dollars in enumerate(balances)
-        ]
-
-    found = summary(suite, rows(400.0, 600.0, 1000.0, 3000.0, -8.0, 8.0))
-    want = mean_interval([500.0, 2000.0, 0.0])
-    assert found == pytest.approx({**want.plain(), "unit": "$", "note": suite.note}) and found["high"] > 3000
-    alone = summary(suite, rows(400.0, 600.0))
-    assert (alone["score"], alone["low"], alone["high"], alone["n"]) == (500.0, None, None, 1)
-    assert "Infinity" not in json.dumps(alone)
-    change = difference(suite, rows(500.0, 700.0, 900.0, 900.0), rows(400.0, 600.0, 1000.0, 1000.0))
-    assert change["score"] == 0.0 and change["low"] == -change["high"] < -1000
-
-
-def test_pass_hat_k() -> None:
-    """By hand: of four answers to each of three problems, 4, 2 and 0 are right."""
-    suite = find_suite("arithmetic", {}).model_copy(update={"repeats": 4, "all_of": [1, 2, 4]})
-    rows = [
-        {
-            "cell": "arithmetic",
-            "place": place,
-            "repeat": i,
-            "reward": 0.0,
-            "outcome": "solved" if i < right else "failed",
-        }
-        for place, right in enumerate((4, 2, 0))
-        for i in range(4)
-    ]
-    found = summary(suite, rows)["pass^k"]
-    assert [found[k]["score"] for k in ("1", "2", "4")] == pytest.approx([0.5, (1 + 1 / 6) / 3, 1 / 3])
-    assert found["4"]["n"] == 3 and found["4"]["low"] < 1 / 3 < found["4"]["high"]
-    assert [all_of_k(4, 2, k) for k in (1, 2, 3)] == pytest.approx([1 / 2, 1 / 6, 0.0])
-    for wrong in ((4, 5, 1), (4, 2, 5), (4, 2, 0)):
-        with pytest.raises(ConfigError):
-            all_of_k(*wrong)
-    with pytest.raises(ConfigError, match="at least as many repeats"):
-        find_suite("tau2-bench", {}, repeats=2)
-
-
 def test_a_suite_that_needs_a_user_or_a_server_says_so(small: Callable[..., Any], tokenizer: Tokenizer) -> None:
     folder = {"folder": str(DESK.parent), "domain": "desk"}
     with pytest.raises(ConfigError, match="--user"):
@@ -477,68 +296,6 @@ def test_a_suite_that_needs_a_user_or_a_server_says_so(small: Callable[..., Any]
     player = LocalPlayer(small(max_position_embeddings=700), tokenizer)
     with pytest.raises(ConfigError, match="context policy"):
         run_suite(find_suite("vending-bench-2", {"days": 2}, problems=1), player)
-
-
-def test_families_are_scored_as_before() -> None:
-    rows = [{"cell": "arithmetic", "place": i, "repeat": 0, "outcome": o, "reward": 0.3} for i, o in enumerate(
-        ["solved", "failed", "env_error", "solved"])]  # fmt: skip
-    found = summary(find_suite("arithmetic", {}), rows)
-    interval = wilson(2, 4)
-    assert found == pytest.approx({"score": 0.5, "low": interval.low, "high": interval.high, "n": 4, "errors": 1})
-
-
-def test_means_of_groups() -> None:
-    """One group is itself; many equal ones narrow the interval by the root of their number."""
-    one = Interval(0.5, 0.3, 0.8, 10)
-    assert mean_of_groups([one]) == one
-    four = mean_of_groups([one] * 4)
-    assert (four.low, four.high, four.n) == pytest.approx((0.4, 0.65, 40))
-    assert bounded_mean([1.0, 0.0, 1.0, 1.0]) == wilson(3, 4)
-    for few in ([0.5], [0.5, 0.5], [0.5, 0.5, 0.501], [0.2, 0.4, 0.3]):
-        found = bounded_mean(few, most=64 * len(few))
-        assert 0.0 <= found.low < found.value < found.high <= 1.0 and found.high - found.low > 0.25
-    for values in ([], [1.5], [-0.1]):
-        with pytest.raises(ValueError, match="rewards"):
-            bounded_mean(values)
-    with pytest.raises(ValueError, match="no groups"):
-        mean_of_groups([])
-
-
-@pytest.mark.slow
-def test_a_checkpoint_is_served_for_a_context_policy_and_a_user_is_named(
-    small: Callable[..., Any], tokenizer: Tokenizer, tmp_path: Path
-) -> None:
-    """The verb in a process of its own: a year of one day, and a dialogue that the model's words do not help."""
-    small(max_position_embeddings=8000).save_pretrained(tmp_path / "model")
-    tokenizer.save(tmp_path / "model")
-    command = [
-        sys.executable,
-        "-m",
-        "glm5",
-        "eval",
-        str(tmp_path / "model"),
-        "--problems",
-        "1",
-        "--limit",
-        "max_tokens=4",
-    ]
-
-    def said(*arguments: str) -> dict[str, Any]:
-        done = subprocess.run([*command, *arguments, "--json"], capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr[-2000:]
-        return dict(json.loads(done.stdout))
-
-    out = ("--out", str(tmp_path / "out"))
-    (found,) = said("--suite", "vending-bench-2", "--set", "days=1", "--limit", "max_turns=2", *out).values()
-    assert (found["score"], found["low"], found["unit"]) == (500.0, None, "$")
-    assert json.loads((tmp_path / "out" / "settings.json").read_text())["model"]["served"][-1] == "--exact"
-    assert "$500 (no interval), 1" in table("7", [str(tmp_path / "out")])
-    desk = ("--set", f"folder={DESK.parent}", "--set", "domain=desk", "--limit", "max_turns=3")
-    with ScriptedModel([Say("Renew Emma."), Say("###STOP###")]) as person:
-        (found,) = said("--suite", "dialogue", *desk, "--user", person.url, "--out", str(tmp_path / "talk")).values()
-    assert found["n"] == 1 and "errors" not in found and person.bodies[0]["temperature"] == 0.0
-    written = json.loads((tmp_path / "talk" / "settings.json").read_text())
-    assert written["model"]["user"] == {"url": person.url, "name": "scripted"}
 
 
 def test_the_verb(

@@ -6,14 +6,14 @@ Vending-Bench 2, whose simulation is not published.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from glm5.errors import ConfigError, DataError
 from glm5.records import Env, Message, Outcome, StepResult, ToolCall
-from glm5.seeds import derive_seed
-from glm5.tasks.contract import SPLITS, Family, ToolSpec
+from glm5.tasks.contract import Family, ToolSpec, draw
 from glm5.tasks.vending.business import (
     FEE_CENTS,
     LARGE_SLOTS,
@@ -27,7 +27,8 @@ from glm5.tasks.vending.business import (
 from glm5.tasks.vending.market import DAYS
 from glm5.tasks.vending.suppliers import directory
 
-PROMPT = f"""You run a vending machine for {{days}} days. What counts is the balance of your bank account at the end.
+PROMPT = f"""You run a vending machine in town number {{town}} for {{days}} days. What counts is the balance of your
+bank account at the end.
 
 You begin with ${START_CENTS / 100:.0f}. Each day costs ${FEE_CENTS / 100:.2f}; if it cannot be paid {UNPAID_DAYS} days
 in a row, the business ends. The machine has {SMALL_SLOTS + LARGE_SLOTS} slots of {SLOT_UNITS} units; slots 1 to
@@ -40,7 +41,6 @@ GO_ON = "Go on with your tools; wait_for_next_day ends the day."
 MOST_CALLS = 16
 CALLS_A_DAY = 100
 MOST_NOTES = 8000
-Handler = Callable[[Business, Mapping[str, Any]], str]
 
 
 def _tool(name: str, about: str, **parameters: str) -> ToolSpec:
@@ -85,11 +85,11 @@ class VendingProblem:
 
     @property
     def key(self) -> str:
-        return f"vending {self.seed} {self.days}"
+        return f"vending {self.seed}"
 
     @property
     def prompt(self) -> str:
-        return PROMPT.format(days=self.days)
+        return PROMPT.format(days=self.days, town=self.seed)
 
     def env(self) -> Env:
         return VendingEnv(self)
@@ -221,8 +221,7 @@ class VendingFamily(Family):
         self._seed, self._days, self._max_turns, self._thinking = seed, days, max_turns, bool(thinking)
 
     def problem(self, split: str, index: int) -> VendingProblem:
-        if split not in SPLITS:
-            raise ConfigError(f'unknown split "{split}"; use one of {", ".join(SPLITS)}.')
-        seed = derive_seed(self._seed, "vending", split, index)
-        name = f"vending/{split}/{self._seed}/{index}"
-        return VendingProblem(name, seed, self._days, self._max_turns, self._thinking)
+        return draw(self._make, self.name, self._seed, split, index)
+
+    def _make(self, rng: random.Random, name: str) -> VendingProblem:
+        return VendingProblem(name, rng.randrange(10**6), self._days, self._max_turns, self._thinking)

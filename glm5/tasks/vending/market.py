@@ -5,6 +5,7 @@ So two policies in the same year meet the same weather and, where they offer the
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Mapping
@@ -61,6 +62,7 @@ class Weather:
     celsius: int
 
 
+@functools.lru_cache(maxsize=4 * DAYS)
 def weather(seed: int, day: int) -> Weather:
     """The weather of day `day`, from 0; the year begins on 1 January."""
     rng = random.Random(f"vending weather {seed} {day}")
