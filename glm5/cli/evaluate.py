@@ -96,10 +96,12 @@ def evaluate(
             raise UsageError("--dense, --needle-recall and --limit max_context are of checkpoints, not of URLs.")
         if "://" in model:
             chosen, player, told = _remote(model, chosen, name, concurrency, api_key_file, tokenizer, template)
-        elif chosen.context == "none":
+        elif chosen.context == "none" and user is None:
             chosen, player, told = _local(Path(model), chosen, device, dtype.value, exact, dense, needles)
         elif dense or needles:
-            raise UsageError("--dense and --needle-recall do not go together with a context policy.")
+            raise UsageError(
+                "--dense and --needle-recall do not go together with a context policy or a simulated user."
+            )
         else:
             options_of_server = [*("--device", device), *("--dtype", dtype.value), "--exact" if exact else "--fast"]
             chosen, player, told = _served(Path(model), chosen, concurrency, options_of_server, stack)
@@ -145,10 +147,7 @@ def evaluate(
 @app.command()
 def table(
     name: Annotated[
-        str,
-        typer.Argument(
-            help="7 (reasoning, coding, agents), 8 (CC-Bench-V2), 11 (base models) or general (section 6.3)."
-        ),
+        str, typer.Argument(help="7 (reasoning, coding, agents), 8 (CC-Bench-V2), 11 (base models), general (§6.3).")
     ],
     records: Annotated[
         list[str],
@@ -219,7 +218,7 @@ def _remote(
 def _served(
     model: Path, suite: Any, concurrency: int, options: list[str], stack: contextlib.ExitStack
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """A checkpoint behind a server of its own, for context policies work on messages."""
+    """A checkpoint behind a server of its own: context policies and simulated users work on messages."""
     import secrets
 
     from glm5.agents.endpoint import Endpoint

@@ -62,13 +62,8 @@ def lm_eval(
         told |= {"max_length": length} if length else {}
         if any("," in str(value) for value in told.values()):
             raise UsageError("lm-eval cannot take a name, URL or path with a comma.")
-        command = [
-            program,
-            "--model",
-            "local-completions",
-            "--model_args",
-            ",".join(f"{k}={v}" for k, v in told.items()),
-        ]
+        arguments = ",".join(f"{key}={value}" for key, value in told.items())
+        command = [program, "--model", "local-completions", "--model_args", arguments]
         command += ["--tasks", ",".join(tasks or table_tasks()), "--output_path", str(out)]
         command += ["--include_path", str(chosen["include"])] if chosen["include"] else []
         command += ["--limit", str(problems)] if problems else []

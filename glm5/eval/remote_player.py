@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from typing import Any
 
 from glm5.agents.context import ContextPolicy, fold
 from glm5.agents.endpoint import Endpoint, EndpointError
@@ -87,15 +88,9 @@ class RemotePlayer:
 
 
 def simulated_user(endpoint: Endpoint) -> UserModel:
-    """A model behind a URL that plays the user of dialogues. Its failures are faults of the environment."""
-
-    def said(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Message:
-        try:
-            return endpoint.complete(messages, tools).message
-        except EndpointError as error:
-            raise GradingError(f"The simulated user does not answer: {error}") from error
-
-    return said
+    """A model behind a URL that plays the user of dialogues. If it does not answer, that ends the run as if the model
+    under test did not."""
+    return lambda messages, tools: endpoint.complete(messages, tools).message
 
 
 def play_messages(
@@ -117,6 +112,8 @@ def play_messages(
             env = problem.env()
             stack.callback(getattr(env, "close", lambda: None))
             opening = env.start()
+        except EndpointError:  # of a simulated user
+            raise
         except Exception as error:
             return _env_error(error)
         return _play(env, opening, model, suite, template, told, tokenizer)
@@ -150,6 +147,8 @@ def _play(
         try:
             unread = reply.broken or (cut and not takes_cut(env))
             result = checked(env.step(None if unread else reply.message))
+        except EndpointError:
+            raise
         except Exception as error:
             return _env_error(error)
         if result.done or cut or (reply.broken and not result.messages):
@@ -172,9 +171,18 @@ def abandoned(env: Env) -> float:
 
 
 def _measure(tools: Sequence[ToolSpec], tokenizer: Tokenizer | None) -> Measure:
-    if tokenizer is not None:
-        return exact_measure(tokenizer, tools)
-    return Measure(overhead=len(json.dumps(list(tools))) // 4)
+    if tokenizer is None:
+        return Measure(overhead=len(json.dumps(list(tools))) // 4)
+    exact, known = exact_measure(tokenizer, tools), dict[tuple[Any, ...], int]()
+
+    def count(message: Message) -> int:
+        """Each message once: a policy measures the whole conversation before every reply."""
+        key = message.role, message.content, message.reasoning, repr(message.tool_calls)
+        if key not in known:
+            known[key] = exact.count(message)
+        return known[key]
+
+    return Measure(count, exact.overhead)
 
 
 def _text(history: Sequence[Message]) -> str:

@@ -54,17 +54,22 @@ class Pipes:
         self.close()
 
     def write(self, line: bytes, seconds: float) -> None:
-        """Write a line; its end is added."""
+        """Write a line; its end is added. What the program says meanwhile is kept for `read`."""
         data, deadline = line + b"\n", time.monotonic() + seconds
         with selectors.DefaultSelector() as selector:
             selector.register(self.input, selectors.EVENT_WRITE)
+            selector.register(self.output, selectors.EVENT_READ)
             while data:
-                if not selector.select(max(0.0, deadline - time.monotonic())):
+                ready = {key.fd for key, _ in selector.select(max(0.0, deadline - time.monotonic()))}
+                if not ready:
                     raise GradingError(f"{self._name} does not read what it is told.")
-                try:
-                    data = data[os.write(self.input, data) :]
-                except OSError as error:
-                    raise GradingError(f"{self._name} has ended.") from error
+                if self.output in ready:
+                    self._hear()
+                if self.input in ready:
+                    try:
+                        data = data[os.write(self.input, data) :]
+                    except OSError as error:
+                        raise GradingError(f"{self._name} has ended.") from error
 
     def read(self, seconds: float) -> bytes:
         """The next line, without its end."""
@@ -74,14 +79,17 @@ class Pipes:
             while b"\n" not in self._rest:
                 if not selector.select(max(0.0, deadline - time.monotonic())):
                     raise GradingError(f"{self._name} did not answer within {seconds:g} s.")
-                chunk = os.read(self.output, CHUNK)
-                if not chunk:
-                    raise GradingError(f"{self._name} has ended.")
-                self._rest += chunk
-                if len(self._rest) > MOST_LINE:
-                    raise GradingError(f"{self._name} wrote a line of more than {MOST_LINE >> 20} MiB.")
+                self._hear()
         line, _, self._rest = self._rest.partition(b"\n")
         return line
+
+    def _hear(self) -> None:
+        chunk = os.read(self.output, CHUNK)
+        if not chunk:
+            raise GradingError(f"{self._name} has ended.")
+        self._rest += chunk
+        if len(self._rest) > MOST_LINE:
+            raise GradingError(f"{self._name} said more than {MOST_LINE >> 20} MiB at once.")
 
     def close(self) -> None:
         """End the program and those of its session."""

@@ -184,4 +184,5 @@ def test_a_checkpoint_is_served_for_a_context_policy_and_a_user_is_named(
         (found,) = said("--suite", "dialogue", *desk, "--user", person.url, "--out", str(tmp_path / "talk")).values()
     assert found["n"] == 1 and "errors" not in found and person.bodies[0]["temperature"] == 0.0
     written = json.loads((tmp_path / "talk" / "settings.json").read_text())
+    assert "served" in written["model"]
     assert written["model"]["user"] == {"url": person.url, "name": "scripted"}

@@ -17,13 +17,14 @@ from glm5.errors import ConfigError, DataError
 from glm5.eval.needle_recall import needle_recall, token_places
 from glm5.eval.players import LocalPlayer, Played
 from glm5.eval.record import EPISODES
-from glm5.eval.remote_player import RemotePlayer
+from glm5.eval.remote_player import RemotePlayer, simulated_user
 from glm5.eval.suite import find_suite, run_suite, with_tokenizer
 from glm5.eval.summary import cells_of
 from glm5.records import Outcome
 from glm5.stats import bounded_mean, mean_of_groups, paired_rewards
 from glm5.tasks import make_family
 from tests.agents.scripted_model import Say, ScriptedModel
+from tests.rooms import needs_rooms
 from tests.tasks.long_readers import blind, perfect
 
 DESK = Path(__file__).parents[1] / "tasks" / "dialogue" / "desk"
@@ -287,6 +288,16 @@ def test_answers_to_what_is_another_problem_now(tmp_path: Path) -> None:
     for place in (data, data / "below", Path("/proc/none")):
         with pytest.raises(DataError, match=r"cannot be written|no record|another process"):
             run_suite(suite, Wrong(), folder=place)
+
+
+@needs_rooms
+def test_a_user_that_does_not_answer_is_no_failure_of_the_model() -> None:
+    suite = find_suite("dialogue", {"folder": str(DESK.parent), "domain": "desk"}, problems=1)
+    with ScriptedModel([Say("No.")]) as server, ScriptedModel([Say("Hi")]) as person:
+        person.refuse = [(500, "{}")]
+        user = simulated_user(Endpoint(person.url, pauses=()))
+        with pytest.raises(EndpointError, match="status 500"):
+            run_suite(suite, RemotePlayer(Endpoint(server.url, pauses=())), user=user)
 
 
 def test_a_suite_that_needs_a_user_or_a_server_says_so(small: Callable[..., Any], tokenizer: Tokenizer) -> None:

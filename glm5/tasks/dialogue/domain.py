@@ -132,5 +132,6 @@ class State:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         return text[:MOST_RESULT] if done["ok"] else f"Error: {text[:MOST_RESULT]}"
 
-    def database(self) -> Any:
-        return self.order(do="state")
+    def digest(self) -> str:
+        """A hash of the database: equal for equal ones."""
+        return str(self.order(do="digest"))

@@ -142,7 +142,7 @@ class DialogueEnv:
         for action in wanted.get("actions") or ():
             side = str(action.get("requestor", "assistant"))
             fresh.call(side, ToolCall(str(action["name"]), action.get("arguments") or {}))
-        return bool(fresh.database() == self._state.database())
+        return fresh.digest() == self._state.digest()
 
     def _told(self, wanted: Mapping[str, Any]) -> bool:
         said = "\n".join(self._said).lower().replace(",", "")

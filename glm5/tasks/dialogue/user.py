@@ -23,7 +23,7 @@ MOST_CALLS = 16
 """Calls of the user's own tools between two of its messages."""
 
 UserModel = Callable[[Sequence[Message], Sequence[ToolSpec]], Message]
-"""Says the user's next message. Raises GradingError, for its failures say nothing about the agent."""
+"""Says the user's next message. What it raises says nothing about the agent."""
 
 
 @runtime_checkable
