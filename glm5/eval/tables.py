@@ -51,11 +51,15 @@ def table(name: str, records: Sequence[str]) -> str:
         cells[one.row, one.model] = one.cell
     columns = [*models, *(f"{model} ({PAPER})" for model in known[name]["models"])]
     lines = [f"**{known[name]['title']}**", "", f"| | {' | '.join(columns)} |", "|---|" + "--:|" * len(columns)]
+    substitutes = [row["name"] for row in rows if row.get("own")]
     for row in rows:
         own = [cells.get((row["name"], model), "") for model in models]
+        own = [f"{cell} \\*" if cell and row["name"] in substitutes else cell for cell in own]
         lines.append(f"| {' | '.join([row['name'], *own, *map(_plain, row['paper'])])} |")
     note = f'Per cent, if no unit is given, with 95 % intervals and numbers of problems. Columns marked "{PAPER}" are '
     note += "copied from arXiv:2602.15763; its settings, prompts and agents can differ from those here."
+    if any(row in substitutes for row, _ in cells):
+        note += " \\* On problems of our own, not on those of the benchmark: not to be compared with the paper's."
     lines += ["", note, ""]
     return "\n".join(lines)
 

@@ -154,7 +154,15 @@ def test_hidden_tests_are_read_without_running_a_pickle(tmp_path: Path) -> None:
             return (Path.write_text, (tmp_path / "evil", "x"))
 
     evil = base64.b64encode(zlib.compress(pickle.dumps(Evil()))).decode()
-    for tests in (evil, "!!", base64.b64encode(zlib.compress(pickle.dumps(["a", "b"]))).decode(), '{"a": 1}', "[]"):
+    for tests in (
+        evil,
+        "!!",
+        "aGVsbG8=",
+        "[" * 100_000,
+        base64.b64encode(zlib.compress(pickle.dumps(["a", "b"]))).decode(),
+        '{"a": 1}',
+        "[]",
+    ):
         row = livecode("stdin") | {"private_test_cases": tests, "public_test_cases": "[]"}
         with pytest.raises(DataError, match="line 1: not a row of livecodebench"):
             make_family("livecodebench", file=write(tmp_path / "r.jsonl", row)).problem("heldout", 0)

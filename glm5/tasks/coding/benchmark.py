@@ -171,7 +171,7 @@ class _FileFamily(Family):
         line, row = self._rows[index % self.size]
         try:
             return self._made(row, line)
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError, zlib.error) as error:
             raise DataError(f"{self._path}, line {line}: not a row of {self.name}: {error!r:.200}.") from None
 
     @abstractmethod

@@ -58,7 +58,7 @@ def read_domain(folder: Path, tasks: str, stamp: tuple[int, ...]) -> Domain:
     except OSError as error:
         name = Path(str(error.filename)).name
         raise DataError(f"{folder} is no domain of dialogues: {name}: {error.strerror}.") from None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise DataError(f"{folder} is no domain of dialogues: {error!s:.200}.") from None
     if not (folder / "tools.py").is_file():
         raise DataError(f"{folder} has no tools.py with the functions of the domain (docs/evaluation.md).")

@@ -18,7 +18,7 @@ from glm5.errors import ConfigError, DataError
 from glm5.records import Env, Message, StepResult
 from glm5.tasks.contract import Family
 from glm5.tasks.judged import Material, unjudged
-from glm5.tasks.mcp.client import read_servers, require
+from glm5.tasks.mcp.client import check_shown, read_servers, require
 from glm5.tasks.mcp.env import McpEnv, McpProblem, Setting
 from glm5.tasks.questions import table_rows
 
@@ -79,6 +79,7 @@ class AtlasFamily(Family):
             raise ConfigError("mcp_atlas: set file to the rows and servers to a JSON file of MCP servers.")
         if files and not Path(files).is_dir():
             raise ConfigError(f"mcp_atlas: files={files!r} is not a folder.")
+        check_shown(self.name, show)
         self._path, self._files = Path(file), Path(files) if files else None
         self._rows = table_rows(self._path)
         self._setting = Setting(read_servers(Path(servers)), tuple(show), max_turns, float(seconds), bool(thinking))
@@ -98,7 +99,7 @@ class AtlasFamily(Family):
             offered = _texts(row.get("ENABLED_TOOLS") or [], "name")
             if not prompt or not claims:
                 raise ValueError("PROMPT or GTFA_CLAIMS is empty")
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, SyntaxError, RecursionError, MemoryError) as error:
             raise DataError(f"{self._path}, line {line}: not a task of MCP-Atlas: {error!s:.200}.") from None
         key = f"mcp_atlas {hashlib.sha256(prompt.encode('utf-8', 'replace')).hexdigest()}"
         name = f"mcp_atlas/{row.get('TASK') or line}"

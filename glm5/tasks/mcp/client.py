@@ -56,6 +56,12 @@ def read_servers(path: Path) -> list[ServerConfig]:
     return found
 
 
+def check_shown(family: str, show: Sequence[str]) -> None:
+    """Raises ConfigError for a folder that is to be shown and is not there."""
+    if missing := [path for path in show if not Path(path).exists()]:
+        raise ConfigError(f"{family}: show names {missing[0]!r}, which does not exist.")
+
+
 def require() -> None:
     """Raises MissingExtraError without the package `mcp`."""
     try:

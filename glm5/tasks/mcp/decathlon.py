@@ -19,7 +19,7 @@ from glm5.records import Env, Message, Outcome, StepResult
 from glm5.sandbox.environment import ExecResult, Room
 from glm5.sandbox.room import interpreter
 from glm5.tasks.contract import Family, ToolSpec
-from glm5.tasks.mcp.client import chosen, read_servers, require
+from glm5.tasks.mcp.client import check_shown, chosen, read_servers, require
 from glm5.tasks.mcp.env import WORKSPACE, McpEnv, McpProblem, Setting
 
 TASK = "/task"
@@ -148,6 +148,7 @@ class DecathlonFamily(Family):
         require()
         if not folder or not servers or isinstance(show, str) or not seconds > 0 or max_turns < 1:
             raise ConfigError("tool_decathlon: set folder to the tasks and servers to a JSON file of MCP servers.")
+        check_shown(self.name, show)
         self._paths = sorted(path.parent for path in Path(folder).glob("**/task_config.json"))
         if not self._paths:
             raise DataError(f"tool_decathlon: there is no task_config.json below {folder}.")

@@ -33,7 +33,10 @@ class Service:
             import httpx
         except ImportError as error:
             raise MissingExtraError("httpx", "serve") from error
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+        except ValueError:
+            parts = urlsplit("")
         if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
             raise ConfigError(
                 f"search: {url!r:.80} is not an http(s) URL without a password; GLM5_SEARCH_KEY has the key."

@@ -143,7 +143,8 @@ def test_tools_over_a_service(table: str, service: str) -> None:
 def test_options_and_rows_that_do_not_fit(table: str, service: str, tmp_path: Path, built: Path) -> None:
     for options, said in (
         ({}, "set folder"), ({"search": service, "folder": str(built)}, "set folder"),
-        ({"search": "ftp://x"}, "not an http"), ({"search": "http://a:b@c"}, "without a password"),
+        ({"search": "ftp://x"}, "not an http"),
+        ({"search": "http://["}, "not an http"), ({"search": "http://a:b@c"}, "without a password"),
         ({"search": service, "tools": ["finish"]}, "tools is a list"),
         ({"search": service, "max_turns": 0}, "max_turns"),
     ):  # fmt: skip
