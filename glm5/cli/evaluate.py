@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +17,9 @@ LIMITS = ("max_tokens", "max_turns", "max_context")
 @app.command("eval")
 def evaluate(
     model: Annotated[str, typer.Argument(help="Checkpoint directory, or URL of an OpenAI-compatible server.")],
-    suite: Annotated[str, typer.Option(help="ruler, mrcr, browse, a task family (arithmetic, …), or a .toml file.")],
+    suite: Annotated[
+        str, typer.Option(help="aime, ruler, browse, lm-eval, … (docs/evaluation.md), a task family, or a .toml file.")
+    ],
     problems: Annotated[
         int | None, typer.Option(min=1, help="Per part of the suite; default: the suite's, or 100.")
     ] = None,
@@ -51,6 +54,9 @@ def evaluate(
     ] = None,
     judge_name: Annotated[str, typer.Option(help="Its name; default: the server's first.")] = "",
     judge_key_file: Annotated[Path | None, typer.Option(help="File with its API key; or GLM5_JUDGE_KEY.")] = None,
+    user: Annotated[str | None, typer.Option(help="URL of a model that plays the user of dialogues.")] = None,
+    user_name: Annotated[str, typer.Option(help="Its name; default: the server's first.")] = "",
+    user_key_file: Annotated[Path | None, typer.Option(help="File with its API key; or GLM5_USER_KEY.")] = None,
     exact: Annotated[bool, typer.Option("--exact/--fast", help="Checkpoint: bitwise reproducible, or fast.")] = True,
     dense: Annotated[bool, typer.Option("--dense", help="Checkpoint: attend to all keys.")] = False,
     needles: Annotated[bool, typer.Option("--needle-recall", help="Checkpoint: are needles selected?")] = False,
@@ -59,7 +65,13 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Score a model on held-out problems, with 95 % intervals. The suite browse lets an agent with search tools and a
-    context policy answer the questions of a build (docs/search.md)."""
+    context policy answer the questions of a build (docs/search.md); lm-eval runs the tasks of that package."""
+    if suite == "lm-eval":
+        from glm5.cli.lm_eval import lm_eval
+
+        found = lm_eval(model, assignments(options), out, problems, name, concurrency, tokenizer, api_key_file)
+        show({suite: found} if as_json else found, as_json)
+        return
     if suite == "browse":
         from glm5.cli.browse import browse
 
@@ -78,40 +90,52 @@ def evaluate(
         raise UsageError("--limit takes max_tokens, max_turns or max_context and a number above 0.")
     changes: dict[str, Any] = {"problems": problems, "temperature": temperature, "top_p": top_p, "repeats": repeats}
     chosen = find_suite(suite, assignments(options), parts, **changes, **limited, render_tools=render_tools)
-    with QuietConsole().status("starting") as status:
-        if "://" not in model:
-            chosen, player, told = _local(Path(model), chosen, device, dtype.value, exact, dense, needles)
-        elif dense or needles or "max_context" in limited:
+    with contextlib.ExitStack() as stack:
+        status = stack.enter_context(QuietConsole().status("starting"))
+        if "://" in model and (dense or needles or "max_context" in limited):
             raise UsageError("--dense, --needle-recall and --limit max_context are of checkpoints, not of URLs.")
-        else:
+        if "://" in model:
             chosen, player, told = _remote(model, chosen, name, concurrency, api_key_file, tokenizer, template)
+        elif chosen.context == "none" and user is None:
+            chosen, player, told = _local(Path(model), chosen, device, dtype.value, exact, dense, needles)
+        elif dense or needles:
+            raise UsageError(
+                "--dense and --needle-recall do not go together with a context policy or a simulated user."
+            )
+        else:
+            options_of_server = [*("--device", device), *("--dtype", dtype.value), "--exact" if exact else "--fast"]
+            chosen, player, told = _served(Path(model), chosen, concurrency, options_of_server, stack)
 
-        grader = None
+        grader, person = None, None
         if judge is not None:
             from glm5.eval.answer_judge import AnswerJudge
             from glm5.serve.keys import find_key
 
             grader = AnswerJudge.at(judge, judge_name, find_key("judge", None, judge_key_file), concurrency)
             told = {**told, "judge": {"url": grader.endpoint.base, "name": grader.endpoint.name}}
+        if user is not None:
+            person, played_by = _user(user, user_name, user_key_file)
+            told = {**told, "user": played_by}
 
         def advance(what: str, done: int, total: int) -> None:
             status.update(f"{what} ({done} of {total})")
 
         found = run_suite(
-            chosen, player, seed=seed, folder=out, told=told, against=against, judge=grader, advance=advance,
-            trained_on=None if trained_on is None else trained_texts(trained_on),
+            chosen, player, seed=seed, folder=out, told=told, against=against, judge=grader, user=person,
+            trained_on=None if trained_on is None else trained_texts(trained_on), advance=advance,
         )  # fmt: skip
     if as_json:
         show({suite: found}, as_json)
         return
+    unit = found.get("unit", "")
     for label, score in _lines(suite, found):
-        typer.echo(f"{label:<40} {score['score']:7.1%}  [{score['low']:.1%}, {score['high']:.1%}]  n = {score['n']}")
+        mean, low, high = (_amount(score[key], unit) for key in ("score", "low", "high"))
+        typer.echo(f"{label:<40} {mean:>7}  [{low}, {high}]  n = {score['n']}")
     for label, share in found.get("needle_recall", {}).items():
         typer.echo(f"indexers select of the needles, {label}: {share:.1%}")
     if (change := found.get("difference")) is not None:
-        typer.echo(
-            f"difference {change['score']:+.1%}  [{change['low']:+.1%}, {change['high']:+.1%}]  n = {change['n']}"
-        )
+        mean, low, high = (_amount(change[key], unit, "+") for key in ("score", "low", "high"))
+        typer.echo(f"difference {mean}  [{low}, {high}]  n = {change['n']}")
     for label, score in (found.get("contamination") or {}).items():
         if isinstance(score, dict) and score["n"]:
             typer.echo(f"problems {label} in training: {score['score']:.1%}, n = {score['n']}")
@@ -122,7 +146,9 @@ def evaluate(
 
 @app.command()
 def table(
-    name: Annotated[str, typer.Argument(help="7 (reasoning, coding, agents), 8 (CC-Bench-V2) or 11 (base models).")],
+    name: Annotated[
+        str, typer.Argument(help="7 (reasoning, coding, agents), 8 (CC-Bench-V2), 11 (base models), general (§6.3).")
+    ],
     records: Annotated[
         list[str],
         typer.Argument(help="Folders of `glm5 eval --out`, results files of lm-eval; or ROW=PATH, to say the row."),
@@ -135,13 +161,18 @@ def table(
 
 
 def _lines(suite: str, found: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    groups = [(key, value) for key, value in found.items() if key == "cells" or key.startswith("by_")]
-    inner = [
-        (label if key == "cells" else f"{key.removeprefix('by_')} {label}", score)
-        for key, group in groups
-        for label, score in group.items()
-    ]
+    inner: list[tuple[str, dict[str, Any]]] = []
+    for key, group in found.items():
+        if key in ("cells", "pass^k") or key.startswith("by_"):
+            head = {"cells": "", "pass^k": "pass^"}.get(key, f"{key.removeprefix('by_')} ")
+            inner += [(f"{head}{label}", score) for label, score in group.items()]
     return [*inner, (suite, found)]
+
+
+def _amount(value: float | None, unit: str, sign: str = "") -> str:
+    if value is None:
+        return "?"  # an interval needs more than one problem
+    return f"{value:{sign},.2f} {unit}" if unit else f"{value:{sign}.1%}"
 
 
 def _local(
@@ -173,14 +204,45 @@ def _remote(
     url: str, suite: Any, name: str, concurrency: int, key_file: Path | None, tokenizer: Path | None, template: bool
 ) -> tuple[Any, Any, dict[str, Any]]:
     from glm5.agents.endpoint import Endpoint
+    from glm5.chat import Tokenizer
     from glm5.eval.remote_player import RemotePlayer
     from glm5.eval.suite import with_tokenizer
     from glm5.serve.keys import find_key
 
     endpoint = Endpoint(url, name, key=find_key("api", None, key_file))
     told = {"url": endpoint.base, "name": endpoint.name, "template_kwargs": template}
-    player = RemotePlayer(endpoint, concurrency, template)
+    player = RemotePlayer(endpoint, concurrency, template, Tokenizer.load(tokenizer) if tokenizer else None)
     return with_tokenizer(suite, tokenizer) if tokenizer else suite, player, told
+
+
+def _served(
+    model: Path, suite: Any, concurrency: int, options: list[str], stack: contextlib.ExitStack
+) -> tuple[Any, Any, dict[str, Any]]:
+    """A checkpoint behind a server of its own: context policies and simulated users work on messages."""
+    import secrets
+
+    from glm5.agents.endpoint import Endpoint
+    from glm5.agents.models import served
+    from glm5.chat import Tokenizer
+    from glm5.eval.remote_player import RemotePlayer
+    from glm5.eval.suite import fingerprint, with_tokenizer
+
+    tokenizer = Tokenizer.load(model)
+    key = secrets.token_urlsafe(24)
+    endpoint = Endpoint(stack.enter_context(served(model, key, options)), key=key)
+    told = {"checkpoint": str(model), "files": fingerprint(model), "served": options}
+    return with_tokenizer(suite, model), RemotePlayer(endpoint, concurrency, tokenizer=tokenizer), told
+
+
+def _user(url: str, name: str, key_file: Path | None) -> tuple[Any, dict[str, str]]:
+    from glm5.agents.endpoint import Endpoint
+    from glm5.eval.remote_player import simulated_user
+    from glm5.serve.keys import find_key
+
+    if "@" in url:
+        raise UsageError("The user's URL has a password, which would be written down; give its key by a file.")
+    endpoint = Endpoint(url, name, key=find_key("user", None, key_file), temperature=0.0)
+    return simulated_user(endpoint), {"url": endpoint.base, "name": endpoint.name}
 
 
 def _natural(value: object) -> int:

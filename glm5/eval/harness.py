@@ -25,7 +25,7 @@ from glm5.seeds import derive_seed
 from glm5.stats import wilson
 from glm5.tasks import make_family, needle_text, open_episodes, play
 from glm5.tasks.contract import held_out_problems
-from glm5.tasks.questions import is_judged
+from glm5.tasks.judged import is_judged
 from glm5.train.losses import target_logprobs
 
 SAMPLES_SHOWN = 2

@@ -33,6 +33,7 @@ from inspect_ai.util import (
 from glm5.agents.endpoint import Endpoint
 from glm5.agents.models import served
 from glm5.errors import UsageError
+from glm5.eval import inspect_tau2  # noqa: F401 - registers its tasks
 from glm5.sandbox.dockerfile import Plan, read_dockerfile
 from glm5.sandbox.dockerfile_build import build, machine_base, read_context
 from glm5.sandbox.environment import NamespaceEnvironment, RoomFileError, RoomLimits

@@ -1,4 +1,4 @@
-"""pass@k: the probability that at least one of k sampled answers is right, from n >= k samples per problem."""
+"""pass@k and pass^k: the probability that one, or each, of k sampled answers is right, from n >= k samples."""
 
 from __future__ import annotations
 
@@ -15,6 +15,13 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
     if not (0 <= passed <= samples and 1 <= k <= samples):
         raise ConfigError(f"pass@{k} cannot be told from {passed} right of {samples} samples; draw at least k samples.")
     return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
+
+
+def all_of_k(samples: int, passed: int, k: int) -> float:
+    """The unbiased estimate C(c, k) / C(n, k) of pass^k (tau-bench, arXiv:2406.12045): all of k answers are right."""
+    if not (0 <= passed <= samples and 1 <= k <= samples):
+        raise ConfigError(f"pass^{k} cannot be told from {passed} right of {samples} samples; draw at least k samples.")
+    return math.comb(passed, k) / math.comb(samples, k)
 
 
 def pass_score(passed: Sequence[int], samples: int, k: int) -> dict[str, float]:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from glm5.chat import Tokenizer
 from glm5.config.suite import Suite, SuitePart
 from glm5.engine.engine import Engine
+from glm5.errors import ConfigError
 from glm5.eval.needle_recall import needle_recall, token_places
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.records import Outcome, SamplingParams, Trajectory
@@ -51,6 +52,8 @@ class LocalPlayer:
     engine: Engine | None = None
 
     def play(self, problems: Numbered, suite: Suite, part: SuitePart, seed: int) -> Iterator[tuple[int, Played]]:
+        if suite.context != "none":
+            raise ConfigError("A context policy needs a server: `glm5 eval DIR` starts one for such a suite.")
         positions = self.model.config.max_position_embeddings
         context = min(suite.max_context or positions, positions) - 1
         if self.engine is None:

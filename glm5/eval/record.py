@@ -12,7 +12,7 @@ from glm5.errors import DataError
 from glm5.files import atomic_write
 from glm5.records import Outcome
 from glm5.tasks.episode import MOST_REWARD
-from glm5.tasks.questions import UNJUDGED
+from glm5.tasks.judged import UNJUDGED
 from glm5.tasks.trajectory_json import jsonable
 
 SETTINGS, EPISODES, RESULT = "settings.json", "episodes.jsonl", "result.json"

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from typing import Any
 
+from glm5.agents.context import ContextPolicy, fold
 from glm5.agents.endpoint import Endpoint, EndpointError
+from glm5.agents.models import Measure, exact_measure
 from glm5.agents.wire import OnDelta
+from glm5.chat import Tokenizer
 from glm5.config.suite import Suite, SuitePart
 from glm5.errors import GradingError, text_of
 from glm5.eval.players import Numbered, Played
-from glm5.records import Message, Outcome, StepResult
-from glm5.tasks.contract import Problem
+from glm5.records import Env, Message, Outcome, StepResult
+from glm5.tasks.contract import Problem, ToolSpec
+from glm5.tasks.dialogue.user import UserModel
 from glm5.tasks.episode import checked, takes_cut
 
 MOST_REFUSED = 8
@@ -25,11 +32,13 @@ class RemotePlayer:
 
     Whether to think is said as `chat_template_kwargs`, which servers of open models know, if `template`. A request that
     the server refuses is an error of that problem alone, but `MOST_REFUSED` without an answer in between end the run.
+    `tokenizer` measures prompts for context policies; without one they are estimated.
     """
 
     endpoint: Endpoint
     concurrency: int = 8
     template: bool = True
+    tokenizer: Tokenizer | None = None
 
     def play(self, problems: Numbered, suite: Suite, part: SuitePart, seed: int) -> Iterator[tuple[int, Played]]:
         """Raises EndpointError if the server cannot be reached, or refuses many requests. Then the endpoint is closed,
@@ -45,7 +54,7 @@ class RemotePlayer:
                 raise EndpointError("The evaluation was stopped.")
 
         def begin(problem: Problem) -> Played:
-            return play_messages(problem, model, suite, self.template, told)
+            return play_messages(problem, model, suite, self.template, told, self.tokenizer)
 
         with ThreadPoolExecutor(self.concurrency, "eval") as threads:
             try:
@@ -78,46 +87,102 @@ class RemotePlayer:
                     self.endpoint.close()
 
 
+def simulated_user(endpoint: Endpoint) -> UserModel:
+    """A model behind a URL that plays the user of dialogues. If it does not answer, that ends the run as if the model
+    under test did not."""
+    return lambda messages, tools: endpoint.complete(messages, tools).message
+
+
 def play_messages(
-    problem: Problem, model: Endpoint, suite: Suite, template: bool = False, told: OnDelta | None = None
+    problem: Problem,
+    model: Endpoint,
+    suite: Suite,
+    template: bool = False,
+    told: OnDelta | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> Played:
-    """Play one problem as text; `told` hears the replies as they come.
+    """Play one problem as text, with the suite's context policy; `told` hears the replies as they come.
 
     A prompt that is too long for the server and a reply that is cut off are TRUNCATED; a failure of the environment is
-    ENV_ERROR. Raises EndpointError for a server that does not answer.
+    ENV_ERROR. An environment with a method `close` is closed at the end, however that comes. Raises EndpointError for a
+    server that does not answer.
     """
-    try:
-        env = problem.env()
-        messages, tools, thinking = env.start()
-    except Exception as error:
-        return _env_error(error)
+    with contextlib.ExitStack() as stack:
+        try:
+            env = problem.env()
+            stack.callback(getattr(env, "close", lambda: None))
+            opening = env.start()
+        except EndpointError:  # of a simulated user
+            raise
+        except Exception as error:
+            return _env_error(error)
+        return _play(env, opening, model, suite, template, told, tokenizer)
+
+
+def _play(
+    env: Env,
+    opening: tuple[Sequence[Message], Sequence[ToolSpec], bool],
+    model: Endpoint,
+    suite: Suite,
+    template: bool,
+    told: OnDelta | None,
+    tokenizer: Tokenizer | None,
+) -> Played:
+    messages, tools, thinking = opening
     if template:
         model = model.asking(chat_template_kwargs={"enable_thinking": thinking})
     history: list[Message] = list(messages)
+    policy = ContextPolicy(suite.context, suite.keep, suite.discard_above)
+    measure = _measure(tools, tokenizer) if policy.mode != "none" else Measure()
     for _ in range(suite.max_turns):
+        folded = fold(history, policy, measure.count, measure.overhead) if policy.mode != "none" else None
         try:
-            reply = model.complete(history, tools if suite.render_tools else (), told)
+            reply = model.complete(folded.messages if folded else history, tools if suite.render_tools else (), told)
         except EndpointError as error:
             if error.too_long:
-                return Played(0.0, Outcome.TRUNCATED, {"cut": "context", "text": _text(history)})
+                return Played(abandoned(env), Outcome.TRUNCATED, {"cut": "context", "text": _text(history)})
             raise
         cut = reply.finish_reason == "length"
         history.append(reply.message)
         try:
             unread = reply.broken or (cut and not takes_cut(env))
             result = checked(env.step(None if unread else reply.message))
+        except EndpointError:
+            raise
         except Exception as error:
             return _env_error(error)
         if result.done or cut or (reply.broken and not result.messages):
-            return _played(result, history, cut)
+            return _played(result, history, cut, env)
         history += result.messages
-    return _played(StepResult(outcome=Outcome.TRUNCATED), history, cut=True)
+    return _played(StepResult(outcome=Outcome.TRUNCATED), history, True, env)
 
 
-def _played(result: StepResult, history: Sequence[Message], cut: bool) -> Played:
+def _played(result: StepResult, history: Sequence[Message], cut: bool, env: Env) -> Played:
     solved = result.done and result.outcome is Outcome.SOLVED
     outcome = Outcome.TRUNCATED if cut and not solved else result.outcome
-    return Played(result.reward if result.done else 0.0, outcome, {**result.detail, "text": _text(history)})
+    reward = result.reward if result.done else abandoned(env)
+    return Played(reward, outcome, {**result.detail, "text": _text(history)})
+
+
+def abandoned(env: Env) -> float:
+    """The reward of an episode that cannot go on: 0, unless the environment has an attribute `reward_so_far`."""
+    found = getattr(env, "reward_so_far", 0.0)
+    return float(found) if isinstance(found, int | float) else 0.0
+
+
+def _measure(tools: Sequence[ToolSpec], tokenizer: Tokenizer | None) -> Measure:
+    if tokenizer is None:
+        return Measure(overhead=len(json.dumps(list(tools))) // 4)
+    exact, known = exact_measure(tokenizer, tools), dict[tuple[Any, ...], int]()
+
+    def count(message: Message) -> int:
+        """Each message once: a policy measures the whole conversation before every reply."""
+        key = message.role, message.content, message.reasoning, repr(message.tool_calls)
+        if key not in known:
+            known[key] = exact.count(message)
+        return known[key]
+
+    return Measure(count, exact.overhead)
 
 
 def _text(history: Sequence[Message]) -> str:

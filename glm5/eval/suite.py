@@ -6,15 +6,10 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import itertools
 import json
-import math
 import platform
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -23,46 +18,29 @@ from glm5 import __version__
 from glm5.config.load import load_recipe
 from glm5.config.suite import Suite, SuitePart
 from glm5.errors import ConfigError, DataError, nearest
-from glm5.eval.contamination import CLEAN, SEEN, Overlap
 from glm5.eval.players import Played, Player
 from glm5.eval.record import RESULT, SETTINGS, Record, latest, read_answers
+from glm5.eval.summary import Cell, Chosen, cells_of, contamination, difference, summary
 from glm5.files import atomic_write, exclusive
 from glm5.obs.logs import get_logger
 from glm5.records import Outcome
 from glm5.seeds import derive_seed
-from glm5.stats import Interval, bounded_mean, mean_of_groups, paired_rewards
 from glm5.tasks import make_family
 from glm5.tasks.contract import Problem, held_out_problems
+from glm5.tasks.dialogue.user import UserModel, UserProblem
 from glm5.tasks.families import FAMILIES
-from glm5.tasks.questions import UNJUDGED, QuestionProblem, is_judged
+from glm5.tasks.judged import UNJUDGED, Material, is_judged, material_of
 
 if TYPE_CHECKING:
     from glm5.eval.answer_judge import AnswerJudge
 
 SUITES = Path(__file__).with_name("suites")
-DEPTHS = 5
-"""Bins of the depths of needles."""
 SHOWN = 50_000
 """Characters of an episode's text in a record: its end."""
 
-Chosen = Mapping[str, Sequence[Problem]]
-"""The problems of each cell, by its label."""
 Advance = Callable[[str, int, int], None]
 """Called with what runs, answers done and answers in all."""
 _log = get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One part of a suite at one point of its grid."""
-
-    part: SuitePart
-    point: Mapping[str, Any]
-
-    @property
-    def label(self) -> str:
-        """Unique in the suite."""
-        return " ".join([self.part.name, *(f"{name}={value}" for name, value in self.point.items())])
 
 
 def suite_names() -> list[str]:
@@ -135,11 +113,6 @@ def fingerprint(checkpoint: Path) -> str:
     return hashlib.sha256(repr(states).encode()).hexdigest()[:16]
 
 
-def cells_of(suite: Suite) -> list[Cell]:
-    points = [dict(zip(suite.grid, values, strict=True)) for values in itertools.product(*suite.grid.values())]
-    return [Cell(part, point) for point in points for part in suite.parts]
-
-
 def run_suite(
     suite: Suite,
     player: Player,
@@ -149,22 +122,24 @@ def run_suite(
     told: Mapping[str, Any] | None = None,
     against: Path | None = None,
     judge: AnswerJudge | None = None,
+    user: UserModel | None = None,
     trained_on: Iterable[str] | None = None,
     advance: Advance = lambda what, done, total: None,
 ) -> dict[str, Any]:
     """Play the suite and return its summary (see `summary`). `told` is what the settings say about the model. `against`
     is the record of an earlier evaluation: `difference` is then the change since, paired by problem.
 
-    `judge` grades answers of the grader "judge". `trained_on` are the documents of the model's training, in which the
-    problems are looked for: the result then has `contamination`.
+    `judge` grades answers that no program can; `user` plays the users of dialogues. `trained_on` are the documents of
+    the model's training, in which the problems are looked for: the result then has `contamination`.
 
     Raises DataError for a part without problems or a folder that is no record of this run, ConfigError for answers to
-    judge without a judge, and what the player raises; answers up to there are kept in the folder.
+    judge without a judge and dialogues without a user, and what the player raises; answers up to there are kept in the
+    folder.
     """
-    before = None if against is None else _earlier(against, suite, (told or {}).get("judge"))
+    before = None if against is None else _earlier(against, suite, told or {})
 
     def result(record: Record) -> dict[str, Any]:
-        chosen = {cell.label: _problems(suite, cell) for cell in cells_of(suite)}
+        chosen = {cell.label: _problems(suite, cell, user) for cell in cells_of(suite)}
         rows = _play(suite, chosen, player, seed, record, judge, advance)
         found = summary(suite, rows)
         if trained_on is not None:
@@ -186,17 +161,18 @@ def run_suite(
     return found
 
 
-def _earlier(folder: Path, suite: Suite, judge: Any) -> list[dict[str, Any]]:
+def _earlier(folder: Path, suite: Suite, told: Mapping[str, Any]) -> list[dict[str, Any]]:
     try:
         written = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
-        settings, graded_by = written["suite"], written["model"].get("judge")
+        settings = written["suite"]
+        others = [role for role in ("judge", "user") if written["model"].get(role) != told.get(role)]
         same = all(settings[key] == suite.model_dump(mode="json")[key] for key in ("title", "measure"))
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise DataError(f"{folder} is no record of an evaluation (--out writes one): {error}.") from error
     if not same:
         raise DataError(f"{folder} is the record of another suite, so nothing can be compared.")
-    if graded_by != judge:
-        raise DataError(f"{folder} was graded by another judge, so nothing can be compared.")
+    if others:
+        raise DataError(f"{folder} had another {others[0]}, so nothing can be compared.")
     return latest(read_answers(folder)[0])
 
 
@@ -240,23 +216,25 @@ def _judge(
     advance: Advance,
 ) -> None:
     """Add verdicts to the answers that have none yet, as further lines of the record."""
-    left: list[tuple[tuple[str, int, int], QuestionProblem, str]] = []
+    left: list[tuple[tuple[str, int, int], Material, str]] = []
     for spot, row in done.items():
-        problem = chosen[spot[0]][spot[1]]
-        if row.get("cause") == UNJUDGED and "reply" in row and isinstance(problem, QuestionProblem):
-            left.append((spot, problem, str(row["reply"])))
-    for number, (spot, found) in enumerate(judge.verdicts(left), start=1):
+        material = material_of(chosen[spot[0]][spot[1]])
+        if row.get("cause") == UNJUDGED and "reply" in row and material is not None:
+            left.append((spot, material, str(row["reply"])))
+    passes = {spot: material.passes for spot, material, _ in left}
+    for number, (spot, found) in enumerate(judge.scores(left), start=1):
         row = {key: value for key, value in done[spot].items() if key not in ("cause", "error")}
         if isinstance(found, str):
             row |= {"cause": UNJUDGED, "error": f"the judge gave no verdict: {found}"}
         else:
-            row |= {"reward": float(found), "outcome": (Outcome.SOLVED if found else Outcome.FAILED).value}
+            solved = found >= passes[spot]
+            row |= {"reward": found, "outcome": (Outcome.SOLVED if solved else Outcome.FAILED).value}
         record.add(row)
         done[spot] = row
         advance("judge", number, len(left))
 
 
-def _problems(suite: Suite, cell: Cell) -> list[Problem]:
+def _problems(suite: Suite, cell: Cell, user: UserModel | None) -> list[Problem]:
     options = {**cell.part.options, **cell.point}
     if "max_turns" in inspect.signature(FAMILIES[cell.part.family]).parameters:
         options.setdefault("max_turns", suite.max_turns)
@@ -265,7 +243,11 @@ def _problems(suite: Suite, cell: Cell) -> list[Problem]:
     if not problems:
         raise DataError(f"{cell.label} has no held-out problem; give it other options.")
     problems[0].prompt  # noqa: B018 - options that do not fit are an error of the command, not of the environment
-    return problems
+    if not any(isinstance(problem, UserProblem) for problem in problems):
+        return problems
+    if user is None:
+        raise ConfigError("A model must play the user of these dialogues: give the URL of one with --user.")
+    return [p.with_user(user) if isinstance(p, UserProblem) else p for p in problems]
 
 
 def _row(cell: Cell, place: int, repeat: int, problem: Problem, played: Played) -> dict[str, Any]:
@@ -275,102 +257,3 @@ def _row(cell: Cell, place: int, repeat: int, problem: Problem, played: Played) 
     if isinstance(text := detail.get("text"), str):
         detail["text"] = text[-SHOWN:]  # a long prompt can be made again
     return row | detail  # what is too much for a line is left out at its end
-
-
-def summary(suite: Suite, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """score, low, high and n of the suite; the same per cell, per value of the grid, and by depth of needles.
-
-    The repeats of a problem are averaged first, so n counts problems. The mean over cells counts each alike. `errors`
-    counts failures of environments, `too_long` what did not fit into the context; both score 0. `needle_recall` by cell
-    is the share of the needles' tokens that the indexers select, if it was measured.
-    """
-    scores: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    by_depth: dict[int, dict[tuple[str, int], list[float]]] = defaultdict(lambda: defaultdict(list))
-    selected: dict[str, list[float]] = defaultdict(list)
-    for row in rows:
-        value = _score(suite, row)
-        scores[row["cell"]][row["place"]].append(value)
-        if isinstance(depth := row.get("depth"), float) and 0.0 <= depth <= 1.0:
-            by_depth[min(DEPTHS - 1, int(depth * DEPTHS))][row["cell"], row["place"]].append(value)
-        if isinstance(share := row.get("needle_recall"), float) and 0.0 <= share <= 1.0:
-            selected[row["cell"]].append(share)
-    cells = cells_of(suite)
-    means = {cell.label: _mean(scores[cell.label].values(), suite.repeats) for cell in cells}
-    found: dict[str, Any] = mean_of_groups(list(means.values())).plain()
-    if len(cells) > 1:
-        found["cells"] = {label: interval.plain() for label, interval in means.items()}
-    for name, values in suite.grid.items():
-        if len(values) > 1:
-            found[f"by_{name}"] = {
-                str(value): mean_of_groups([means[c.label] for c in cells if c.point[name] == value]).plain()
-                for value in values
-            }
-    if by_depth:
-        found["by_depth"] = {
-            f"{bin_ / DEPTHS:g} to {(bin_ + 1) / DEPTHS:g}": _mean(groups.values(), suite.repeats).plain()
-            for bin_, groups in sorted(by_depth.items())
-        }
-    if selected:
-        found["needle_recall"] = {label: fmean(shares) for label, shares in selected.items()}
-    if errors := sum(row["outcome"] == Outcome.ENV_ERROR for row in rows):
-        found["errors"] = errors
-    if too_long := sum(row.get("cut") == "context" for row in rows):
-        found["too_long"] = too_long
-    if suite.note:
-        found["note"] = suite.note
-    return found
-
-
-def contamination(
-    suite: Suite, chosen: Chosen, rows: Sequence[Mapping[str, Any]], documents: Iterable[str]
-) -> dict[str, Any]:
-    """How many problems were seen in `documents`, and the scores of those that were and were not (see
-    `glm5.eval.contamination`)."""
-    texts = {
-        f"{label}/{place}": getattr(problem, "text", "") or problem.prompt
-        for label, problems in chosen.items()
-        for place, problem in enumerate(problems)
-    }
-    overlap = Overlap(texts)
-    overlap.read(documents)
-    shares = overlap.shares()
-    found: dict[str, Any] = {"documents": overlap.documents, "too_short": sum(v is None for v in shares.values())}
-    for name, wanted in (("new", lambda share: share < CLEAN), ("seen", lambda share: share >= SEEN)):
-        groups: dict[str, list[float]] = defaultdict(list)
-        for row in rows:
-            share = shares[f"{row['cell']}/{row['place']}"]
-            if share is not None and wanted(share):
-                groups[f"{row['cell']}/{row['place']}"].append(_score(suite, row))
-        found[name] = _mean(groups.values(), suite.repeats).plain() if groups else {"n": 0}
-    return found
-
-
-def difference(suite: Suite, now: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Change of the score from `before` to `now`, paired by problem, with its 95 % interval; n counts the problems that
-    both have. Raises DataError if there are none."""
-    ours, theirs = (
-        {key: fmean(answers) for key, answers in _by_problem(suite, rows).items()} for rows in (now, before)
-    )
-    cells: dict[str, list[float]] = defaultdict(list)
-    for key in sorted(ours.keys() & theirs.keys()):
-        cells[key[0]].append(ours[key] - theirs[key])
-    if not cells:
-        raise DataError("The two evaluations have no problem in common.")
-    return mean_of_groups([paired_rewards(values) for values in cells.values()]).plain()
-
-
-def _by_problem(suite: Suite, rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], list[float]]:
-    """Scores of the answers by cell and content of the problem."""
-    found: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for row in rows:
-        found[row["cell"], row["key"]].append(_score(suite, row))
-    return found
-
-
-def _score(suite: Suite, row: Mapping[str, Any]) -> float:
-    return float(row["outcome"] == Outcome.SOLVED) if suite.measure == "solved" else min(1.0, max(0.0, row["reward"]))
-
-
-def _mean(problems: Any, repeats: int) -> Interval:
-    values = [fmean(answers) for answers in problems]
-    return bounded_mean(values, most=len(values) * repeats if repeats > 1 else math.inf)

@@ -12,7 +12,7 @@ from typing import Any
 from glm5.errors import ConfigError, DataError, nearest
 from glm5.eval.record import RESULT, SETTINGS
 from glm5.eval.suite import SUITES
-from glm5.stats import t_quantile
+from glm5.stats import Interval, mean_of_groups, t_quantile
 
 TABLES = Path(__file__).with_name("tables.toml")
 PAPER = "paper"
@@ -35,7 +35,8 @@ def table(name: str, records: Sequence[str]) -> str:
     """Table `name` in Markdown: the models of `records`, then the paper's columns, marked.
 
     A record is a folder of `glm5 eval --out` or a results file of lm-eval, alone or as ROW=PATH, where the suite does
-    not tell the row. Raises ConfigError for an unknown table or row, DataError for a record that cannot be read.
+    not tell the row; or ROW=PATH,PATH with logs of Inspect AI in JSON, whose tasks are averaged. Raises ConfigError
+    for an unknown table or row, DataError for a record that cannot be read.
     """
     known = tomllib.loads(TABLES.read_text(encoding="utf-8"))
     if name not in known:
@@ -50,11 +51,16 @@ def table(name: str, records: Sequence[str]) -> str:
         cells[one.row, one.model] = one.cell
     columns = [*models, *(f"{model} ({PAPER})" for model in known[name]["models"])]
     lines = [f"**{known[name]['title']}**", "", f"| | {' | '.join(columns)} |", "|---|" + "--:|" * len(columns)]
+    substitutes = [row["name"] for row in rows if row.get("own")]
     for row in rows:
         own = [cells.get((row["name"], model), "") for model in models]
+        own = [f"{cell} \\*" if cell and row["name"] in substitutes else cell for cell in own]
         lines.append(f"| {' | '.join([row['name'], *own, *map(_plain, row['paper'])])} |")
-    lines += ["", f'Per cent, with 95 % intervals and numbers of problems. Columns marked "{PAPER}" are copied from '
-              "arXiv:2602.15763; its settings, prompts and agents can differ from those here.", ""]  # fmt: skip
+    note = f'Per cent, if no unit is given, with 95 % intervals and numbers of problems. Columns marked "{PAPER}" are '
+    note += "copied from arXiv:2602.15763; its settings, prompts and agents can differ from those here."
+    if any(row in substitutes for row, _ in cells):
+        note += " \\* On problems of our own, not on those of the benchmark: not to be compared with the paper's."
+    lines += ["", note, ""]
     return "\n".join(lines)
 
 
@@ -72,11 +78,14 @@ def _read(record: str, rows: Sequence[Mapping[str, Any]]) -> list[Scored]:
     try:
         if path.is_dir():
             return [_of_suite(path, given, rows)]
-        return _of_lm_eval(json.loads(path.read_text(encoding="utf-8")), given, rows)
+        found = [json.loads(Path(one).read_text(encoding="utf-8")) for one in where.split(",")]
+        if all("eval" in log for log in found):
+            return [_of_inspect(found, given)]
+        return _of_lm_eval(found[0], given, rows)
     except ConfigError:
         raise
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        said = f"{path} is no record of `glm5 eval --out` and no results file of lm-eval"
+        said = f"{path} is no record of `glm5 eval --out`, no results file of lm-eval and no log of Inspect AI"
         raise DataError(f"{said}: {error!r:.200}.") from None
 
 
@@ -91,8 +100,30 @@ def _of_suite(folder: Path, given: str, rows: Sequence[Mapping[str, Any]]) -> Sc
         if title not in titles:
             raise ConfigError(f'{folder} is of the suite "{title}", which has no row here; say "ROW={folder}".')
         given = suites[titles[title]]
+    count = int(score["n"])
+    if (unit := score.get("unit", "")) != "":
+        ends = [f"{unit}{score[key]:,.0f}" for key in ("low", "high") if score[key] is not None]
+        spread = f" ({' to '.join(ends)})" if len(ends) == 2 else " (no interval)"
+        return Scored(given, _text(model), _text(f"{unit}{score['score']:,.0f}{spread}, {count}"))
     mean, low, high = (100 * float(score[key]) for key in ("score", "low", "high"))
-    return Scored(given, _text(model), _cell(mean, low, high, int(score["n"])))
+    return Scored(given, _text(model), _cell(mean, low, high, count))
+
+
+def _of_inspect(logs: Sequence[Mapping[str, Any]], given: str) -> Scored:
+    """The mean accuracy of the tasks of Inspect AI's logs, each counted alike."""
+    tasks, models = [], {str(log["eval"]["model"]) for log in logs}
+    if not given or len(models) > 1:
+        raise ConfigError('Logs of Inspect AI need a row, "ROW=LOG.json,LOG.json", and must be of one model.')
+    for log in logs:
+        if log["status"] != "success":
+            raise ConfigError(f"The log of {log['eval']['task']} is of a run that did not end ({log['status']}).")
+        metrics = next(one["metrics"] for one in log["results"]["scores"] if "accuracy" in one["metrics"])
+        count, value = int(log["results"]["completed_samples"]), float(metrics["accuracy"]["value"])
+        half = t_quantile(0.95, max(1, count - 1)) * float(metrics["stderr"]["value"])
+        tasks.append(Interval(value, value - half, value + half, count))
+    mean = mean_of_groups(tasks)
+    cell = _cell(100 * mean.value, 100 * mean.low, 100 * mean.high, int(mean.n))
+    return Scored(given, _text(models.pop().rpartition("/")[2]), cell)
 
 
 def _of_lm_eval(found: Mapping[str, Any], given: str, rows: Sequence[Mapping[str, Any]]) -> list[Scored]:

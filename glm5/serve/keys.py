@@ -13,9 +13,9 @@ MAX_KEY_BYTES = 4096
 
 
 def find_key(name: str, given: str | None, file: Path | None) -> str | None:
-    """The key for the API, the admin or the judge of answers (`name` "api", "admin" or "judge"): as given, from a file,
-    or from the variable such as GLM5_API_KEY, which is removed, so that no process started later inherits it. None
-    without a key.
+    """The key for `name`: "api", "admin", or of another model, "judge" or "user". As given, from a file, or
+    from the variable such as GLM5_API_KEY, which is removed, so that no process started later inherits it. None without
+    a key.
 
     Raises:
         UsageError: more than one source, a file that others may read, or a value that is not a valid key.

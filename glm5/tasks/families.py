@@ -6,23 +6,31 @@ from typing import Any
 
 from glm5.register import Register
 from glm5.tasks.agents import AgentFamily
+from glm5.tasks.coding.benchmark import EvalPlusFamily, LiveCodeFamily
 from glm5.tasks.coding.bugfix import BugfixFamily
 from glm5.tasks.coding.generation import CodeFamily
 from glm5.tasks.contract import Family
+from glm5.tasks.dialogue.family import DialogueFamily
 from glm5.tasks.general.family import AssistantFamily
 from glm5.tasks.harbor.family import RoomFamily, SweFamily
 from glm5.tasks.instructions.family import InstructionFamily
 from glm5.tasks.instructions.general import GeneralFamily
+from glm5.tasks.judged_rows import JudgedFamily
 from glm5.tasks.long_context.families import MrcrFamily, RulerFamily
 from glm5.tasks.mathematics.arithmetic import ArithmeticFamily
 from glm5.tasks.mathematics.family import MathFamily
+from glm5.tasks.mcp.atlas import AtlasFamily
+from glm5.tasks.mcp.decathlon import DecathlonFamily
 from glm5.tasks.questions import QuestionsFamily
 from glm5.tasks.remote import RemoteFamily
 from glm5.tasks.science.family import ScienceFamily
+from glm5.tasks.search.benchmark import BrowseCompFamily
 from glm5.tasks.search.family import SearchFamily
 from glm5.tasks.slides.family import SlidesFamily
 from glm5.tasks.tools.python_tool import PythonToolFamily
+from glm5.tasks.tools.rows import ToolRowsFamily
 from glm5.tasks.tools.toolcall import ToolCallFamily
+from glm5.tasks.vending.family import VendingFamily
 from glm5.tasks.verifiers_adapter import VerifiersFamily
 
 FAMILIES: Register[Family] = Register(
@@ -33,11 +41,17 @@ FAMILIES: Register[Family] = Register(
         "agent": AgentFamily,
         "arithmetic": ArithmeticFamily,
         "assistant": AssistantFamily,
+        "browsecomp": BrowseCompFamily,
         "bugfix": BugfixFamily,
         "code": CodeFamily,
+        "dialogue": DialogueFamily,
+        "evalplus": EvalPlusFamily,
         "general": GeneralFamily,
         "instructions": InstructionFamily,
+        "judged": JudgedFamily,
+        "livecodebench": LiveCodeFamily,
         "math": MathFamily,
+        "mcp_atlas": AtlasFamily,
         "mrcr": MrcrFamily,
         "python_tool": PythonToolFamily,
         "questions": QuestionsFamily,
@@ -48,7 +62,10 @@ FAMILIES: Register[Family] = Register(
         "slides": SlidesFamily,
         "swe": SweFamily,
         "terminal": RoomFamily,
+        "tool_decathlon": DecathlonFamily,
         "toolcall": ToolCallFamily,
+        "toolcall_rows": ToolRowsFamily,
+        "vending": VendingFamily,
         "verifiers": VerifiersFamily,
     },
 )

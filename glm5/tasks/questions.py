@@ -1,4 +1,4 @@
-"""Questions of a JSONL file with known answers, such as a published benchmark: the family `questions` (§6, App. B).
+"""Questions of a file with known answers, such as a published benchmark: the family `questions` (§6, App. B).
 
 A row has a question, an answer (or several accepted ones), and, where wanted, choices and a context. Rows are for
 evaluation: "heldout" has all of them, the other splits none.
@@ -6,6 +6,7 @@ evaluation: "heldout" has all of them, the other splits none.
 
 from __future__ import annotations
 
+import csv
 import functools
 import hashlib
 import json
@@ -18,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from glm5.errors import ConfigError, DataError
-from glm5.records import Env, Message, Outcome, StepResult
-from glm5.tasks.contract import Family, Problem, SingleTurnEnv, ToolSpec
+from glm5.records import Env, Message, StepResult
+from glm5.tasks.contract import Family, SingleTurnEnv, ToolSpec
+from glm5.tasks.judged import Material, unjudged
 from glm5.tasks.mathematics.answer import Answer, check_answer, final_answer
 
 MOST_ROW_BYTES = 64 << 20
@@ -31,8 +33,8 @@ PROMPTS = {
     "contains": "{context}{question}",
     "judge": "{context}{question}",
 }
-JUDGED, UNJUDGED = "judge", "judge"
-"""The grader whose verdict is a model's, after the answer (`glm5.eval.answer_judge`), and the cause of its absence."""
+JUDGED = "judge"
+"""The grader whose verdict is a model's, after the answer (`glm5.eval.answer_judge`)."""
 _AROUND = r"[\s*_$(\[`]*(?:\\[a-z]+\{|\\\()?[\s*_$(\[`]*"  # what may surround a letter: emphasis, LaTeX, brackets
 _CHOSEN = re.compile(
     rf"(?:(?i:answer|choice|option)(?: is|:)*|\\boxed\{{){_AROUND}(?:(?i:option|choice) )?"
@@ -57,6 +59,11 @@ class QuestionProblem:
     text: str = ""
     """The question alone, as its file has it."""
 
+    @property
+    def material(self) -> Material | None:
+        """What a judge reads, if one grades the answers."""
+        return Material("answer", (("QUESTION", self.prompt),), self.answers) if self.grader == JUDGED else None
+
     def env(self) -> Env:
         if self.grader == JUDGED:
             return JudgedEnv(self, lambda message: 0.0)
@@ -67,23 +74,17 @@ class QuestionProblem:
         raise DataError(f"{self.id} is for evaluation and has no demonstration.")
 
 
-def is_judged(problem: Problem) -> bool:
-    """Whether a model grades the answers."""
-    return isinstance(problem, QuestionProblem) and problem.grader == JUDGED
-
-
 class JudgedEnv(SingleTurnEnv):
     """Keeps the reply for the judge; until there is a verdict, that is an error of the evaluation."""
 
     def step(self, message: Message | None) -> StepResult:
         if message is None:
             return super().step(None)
-        detail = {"reply": message.content, "cause": UNJUDGED, "error": "not judged yet"}
-        return StepResult(done=True, outcome=Outcome.ENV_ERROR, detail=detail)
+        return unjudged(message.content)
 
 
 class QuestionsFamily(Family):
-    """The rows of `file` (JSONL), asked and graded one way.
+    """The rows of `file` (JSONL or CSV), asked and graded one way.
 
     Args:
         grader: "math": the last box or line, compared as mathematics. "choice": a letter. "exact": the text after
@@ -122,7 +123,7 @@ class QuestionsFamily(Family):
         self.fields = {"question": question, "answer": answer, "choices": choices, "context": context}
         self.template = prompt or PROMPTS[grader]
         self.path = Path(file)
-        self.rows = _rows(self.path, _stamp(self.path))
+        self.rows = table_rows(self.path)
 
     @property
     def size(self) -> int:
@@ -175,6 +176,12 @@ class QuestionsFamily(Family):
         return choices, labels
 
 
+def table_rows(path: Path) -> list[tuple[int, Any]]:
+    """(line, row) of a file of JSON objects, one a line, or of a CSV file with a header; blank lines are none. Raises
+    DataError."""
+    return _rows(path, _stamp(path))
+
+
 def _stamp(path: Path) -> tuple[int, int]:
     try:
         state = path.stat()
@@ -185,15 +192,21 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 @functools.lru_cache(maxsize=8)
 def _rows(path: Path, stamp: tuple[int, int]) -> list[tuple[int, Any]]:
-    """(line, row) of a file; blank lines are none. Raises DataError."""
-    found = []
+    found, number = list[tuple[int, Any]](), 1
     try:
-        with path.open("rb") as lines:
-            for number, line in enumerate(iter(lambda: lines.readline(MOST_ROW_BYTES), b""), 1):
-                if line.strip():
-                    found.append((number, json.loads(line)))
+        if path.suffix == ".csv":
+            csv.field_size_limit(MOST_ROW_BYTES)
+            with path.open(encoding="utf-8-sig", newline="") as table:
+                found = list(enumerate(csv.DictReader(table, strict=True), 2))
+        else:
+            with path.open("rb") as lines:
+                for number, line in enumerate(iter(lambda: lines.readline(MOST_ROW_BYTES), b""), 1):
+                    if line.strip():
+                        found.append((number, json.loads(line)))
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from None
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise DataError(f"{path} is not a CSV file: {error}.") from None
     except (ValueError, RecursionError):
         raise DataError(f"{path}, line {number}: not JSON; the file has one JSON object a line.") from None
     if not found:

@@ -13,7 +13,8 @@ import pytest
 from glm5.agents.endpoint import Endpoint, EndpointError
 from glm5.cli.browse import _judge
 from glm5.errors import ConfigError, DataError, GradingError, UsageError
-from glm5.eval.answer_judge import AnswerJudge, judge_messages
+from glm5.eval.answer_judge import AnswerJudge
+from glm5.eval.judge_forms import judge_messages
 from glm5.eval.record import EPISODES
 from glm5.eval.remote_player import RemotePlayer
 from glm5.eval.suite import find_suite, run_suite
@@ -97,15 +98,16 @@ def test_a_judge_that_is_away_ends_the_run_and_a_later_one_goes_on(file: Path, t
 
 
 def test_one_reply_without_a_verdict_stops_nothing_and_ctrl_c_ends_at_once() -> None:
-    problem = QuestionProblem("q", "q", "What?", ("yes", "no\nmaybe"), JUDGED, False)
+    material = QuestionProblem("q", "q", "What?", ("yes", "no\nmaybe"), JUDGED, False).material
+    assert material is not None
 
     def odd(body: dict[str, Any], turn: int) -> Say:
         return Say("no" if "odd" in body["messages"][-1]["content"] else '{"correct": true}')
 
-    replies = [(i, problem, "odd" if i == 3 else "yes") for i in range(30)] + [(30, problem, " \n")]
+    replies = [(i, material, "odd" if i == 3 else "yes") for i in range(30)] + [(30, material, " \n")]
     with ScriptedModel(odd) as one:
-        found = dict(AnswerJudge(Endpoint(one.url, pauses=()), concurrency=2).verdicts(replies))
-    assert isinstance(found.pop(3), str) and found.pop(30) is False and set(found.values()) == {True}
+        found = dict(AnswerJudge(Endpoint(one.url, pauses=()), concurrency=2).scores(replies))
+    assert isinstance(found.pop(3), str) and found.pop(30) == 0.0 and set(found.values()) == {1.0}
     assert len(one.bodies) == 31  # an empty reply costs nothing
 
     def slow(body: dict[str, Any], turn: int) -> Say:
@@ -113,8 +115,8 @@ def test_one_reply_without_a_verdict_stops_nothing_and_ctrl_c_ends_at_once() -> 
         return Say('{"correct": true}')
 
     with ScriptedModel(slow) as one:
-        verdicts = AnswerJudge(Endpoint(one.url, pauses=()), concurrency=2).verdicts(
-            [(i, problem, "yes") for i in range(9)]
+        verdicts = AnswerJudge(Endpoint(one.url, pauses=()), concurrency=2).scores(
+            [(i, material, "yes") for i in range(9)]
         )
         next(verdicts)
         begun = time.monotonic()

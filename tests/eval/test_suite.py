@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,22 +13,21 @@ import pytest
 from glm5.agents.endpoint import Endpoint, EndpointError
 from glm5.chat import Tokenizer
 from glm5.config.suite import Suite, SuitePart
-from glm5.errors import ConfigError, DataError, GradingError
-from glm5.eval.answer_judge import AnswerJudge
+from glm5.errors import ConfigError, DataError
 from glm5.eval.needle_recall import needle_recall, token_places
 from glm5.eval.players import LocalPlayer, Played
 from glm5.eval.record import EPISODES
-from glm5.eval.remote_player import RemotePlayer
-from glm5.eval.suite import cells_of, find_suite, run_suite, suite_names, summary, with_tokenizer
+from glm5.eval.remote_player import RemotePlayer, simulated_user
+from glm5.eval.suite import find_suite, run_suite, with_tokenizer
+from glm5.eval.summary import cells_of
 from glm5.records import Outcome
-from glm5.sandbox.environment import environment_mechanism
-from glm5.stats import Interval, bounded_mean, mean_of_groups, paired_rewards, wilson
+from glm5.stats import bounded_mean, mean_of_groups, paired_rewards
 from glm5.tasks import make_family
-from glm5.tasks.contract import held_out_problems
 from tests.agents.scripted_model import Say, ScriptedModel
-from tests.tasks.harbor.tasks import make_task
+from tests.rooms import needs_rooms
 from tests.tasks.long_readers import blind, perfect
 
+DESK = Path(__file__).parents[1] / "tasks" / "dialogue" / "desk"
 PARTS = [SuitePart(name=task, family="ruler", options={"tasks": [task]}) for task in ("qa_1", "niah_multiquery")]
 SUITE = Suite(title="two", measure="reward", problems=4, repeats=2, grid={"length": [600, 900]}, parts=PARTS)
 
@@ -104,78 +102,6 @@ def test_an_interrupted_run_goes_on_and_others_are_refused(tmp_path: Path) -> No
         run_suite(SUITE, Coin(), folder=folder, told={"name": "m"})
     with pytest.raises(DataError, match="no record"):
         run_suite(SUITE, Coin(), folder=tmp_path)
-
-
-REASONING = (1.0, 0.95, 131_072)
-SETTINGS = {
-    **dict.fromkeys(("aime", "hmmt", "imo-answerbench", "gpqa-diamond", "longbench-v2", "hle"), REASONING),
-    **dict.fromkeys(("swe-bench-verified", "swe-bench-multilingual"), (0.7, 0.95, 16_384)),
-    "terminal-bench-2": (0.7, 1.0, 8192),
-    "cybergym": (1.0, 1.0, 32_000),
-}
-"""Temperature, top_p and new tokens of the paper's appendix B, where it has them."""
-
-
-def fixture_of(name: str, folder: Path) -> tuple[Suite, bool]:
-    """A suite with the smallest data that it takes, and whether it works in rooms."""
-    family = find_suite(name, {}).parts[0].family
-    if family in ("swe", "terminal"):
-        make_task(folder / "tasks" / "hello")
-        return find_suite(name, {"folder": str(folder / "tasks")}), True
-    if family == "questions":
-        data = folder / "data.jsonl"
-        row: dict[str, Any] = {"question": "Q", "context": "C", "answer": "B", "choices": ["A", "B"]}
-        data.write_text(json.dumps(row | {f"choice_{letter}": letter for letter in "ABCD"}) + "\n")
-        return find_suite(name, {"file": str(data)}), False
-    return find_suite(name, {"length": [1600]}, problems=1), False
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", suite_names())
-def test_every_suite_is_played_to_its_end(name: str, tmp_path: Path) -> None:
-    """By a server that reads long texts perfectly, picks B, and writes the file that the task in a room wants."""
-    suite, rooms = fixture_of(name, tmp_path)
-    if rooms:
-        try:
-            environment_mechanism()
-        except GradingError as error:
-            pytest.skip(str(error))
-
-    known: dict[str, str] = {}
-    for part in suite.parts if name == "mrcr" else ():
-        (problem,) = held_out_problems(make_family("mrcr", **part.options, length=1600), 1, name)
-        known[problem.prompt] = problem.demonstration(0)[-1].content
-
-    def script(body: dict[str, Any], turn: int) -> Say:
-        if rooms:
-            call = ("bash", {"command": "echo hello > /app/out.txt"})
-            return Say("done") if turn else Say(calls=[call])
-        asked = body["messages"][-1]["content"]
-        if name == "ruler":
-            return Say(perfect(asked))
-        if name == "mrcr":
-            return Say(known[asked])
-        chosen = re.search(r"^([A-D])\) B$", asked, re.MULTILINE)
-        return Say(f"Answer: {chosen[1]}" if chosen else "\\boxed{B}")
-
-    verdict = json.dumps({"final_answer": "B", "reason": "", "correct": True})
-    with ScriptedModel(script) as model, ScriptedModel(lambda body, turn: Say(verdict)) as judge:
-        player, grader = RemotePlayer(Endpoint(model.url, pauses=())), AnswerJudge(Endpoint(judge.url, pauses=()))
-        found = run_suite(suite, player, folder=tmp_path / "out", judge=grader)
-        assert found["score"] == 1.0 and "errors" not in found
-        asked = len(model.bodies)
-        assert run_suite(suite, player, folder=tmp_path / "out", judge=grader) == found and len(model.bodies) == asked
-
-
-@pytest.mark.parametrize("name", suite_names())
-def test_suites_that_come_with_glm5(name: str, tmp_path: Path) -> None:
-    suite, _ = fixture_of(name, tmp_path)
-    assert SETTINGS.get(name, (suite.temperature, suite.top_p, suite.max_tokens)) == (
-        suite.temperature, suite.top_p, suite.max_tokens,
-    )  # fmt: skip
-    assert len({cell.label for cell in cells_of(suite)}) == len(cells_of(suite)) and suite.title and suite.source
-    for part in suite.parts:
-        make_family(part.family, **part.options)
 
 
 def test_ruler_has_the_published_numbers_of_tokens() -> None:
@@ -364,29 +290,23 @@ def test_answers_to_what_is_another_problem_now(tmp_path: Path) -> None:
             run_suite(suite, Wrong(), folder=place)
 
 
-def test_families_are_scored_as_before() -> None:
-    rows = [{"cell": "arithmetic", "place": i, "repeat": 0, "outcome": o, "reward": 0.3} for i, o in enumerate(
-        ["solved", "failed", "env_error", "solved"])]  # fmt: skip
-    found = summary(find_suite("arithmetic", {}), rows)
-    interval = wilson(2, 4)
-    assert found == pytest.approx({"score": 0.5, "low": interval.low, "high": interval.high, "n": 4, "errors": 1})
+@needs_rooms
+def test_a_user_that_does_not_answer_is_no_failure_of_the_model() -> None:
+    suite = find_suite("dialogue", {"folder": str(DESK.parent), "domain": "desk"}, problems=1)
+    with ScriptedModel([Say("No.")]) as server, ScriptedModel([Say("Hi")]) as person:
+        person.refuse = [(500, "{}")]
+        user = simulated_user(Endpoint(person.url, pauses=()))
+        with pytest.raises(EndpointError, match="status 500"):
+            run_suite(suite, RemotePlayer(Endpoint(server.url, pauses=())), user=user)
 
 
-def test_means_of_groups() -> None:
-    """One group is itself; many equal ones narrow the interval by the root of their number."""
-    one = Interval(0.5, 0.3, 0.8, 10)
-    assert mean_of_groups([one]) == one
-    four = mean_of_groups([one] * 4)
-    assert (four.low, four.high, four.n) == pytest.approx((0.4, 0.65, 40))
-    assert bounded_mean([1.0, 0.0, 1.0, 1.0]) == wilson(3, 4)
-    for few in ([0.5], [0.5, 0.5], [0.5, 0.5, 0.501], [0.2, 0.4, 0.3]):
-        found = bounded_mean(few, most=64 * len(few))
-        assert 0.0 <= found.low < found.value < found.high <= 1.0 and found.high - found.low > 0.25
-    for values in ([], [1.5], [-0.1]):
-        with pytest.raises(ValueError, match="rewards"):
-            bounded_mean(values)
-    with pytest.raises(ValueError, match="no groups"):
-        mean_of_groups([])
+def test_a_suite_that_needs_a_user_or_a_server_says_so(small: Callable[..., Any], tokenizer: Tokenizer) -> None:
+    folder = {"folder": str(DESK.parent), "domain": "desk"}
+    with pytest.raises(ConfigError, match="--user"):
+        run_suite(find_suite("dialogue", folder), Coin())
+    player = LocalPlayer(small(max_position_embeddings=700), tokenizer)
+    with pytest.raises(ConfigError, match="context policy"):
+        run_suite(find_suite("vending-bench-2", {"days": 2}, problems=1), player)
 
 
 def test_the_verb(

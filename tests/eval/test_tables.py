@@ -63,17 +63,50 @@ def test_own_scores_stand_beside_the_papers(tmp_path: Path) -> None:
     assert len({line.count("|") for line in text.splitlines() if line.startswith("|")}) == 1
 
 
+def test_dollars_and_logs_of_inspect(tmp_path: Path) -> None:
+    year = record(tmp_path / "year", "vending-bench-2", {"name": "m"})
+    for low, high, said in ((900.4, 2100.0, "$1,500 ($900 to $2,100), 5"), (None, None, "$1,500 (no interval), 5")):
+        values = {"score": 1500.0, "low": low, "high": high, "n": 5, "unit": "$"}
+        (year / RESULT).write_text(json.dumps(values))
+        text = table("7", [str(year)])
+        assert cells(text, "Vending-Bench 2")[:2] == [f"{said} \\*", "$4,432"] and "problems of our own" in text
+
+    def log(name: str, value: float, status: str = "success") -> str:
+        scores = [{"name": "x", "metrics": {"accuracy": {"value": value}, "stderr": {"value": 0.05}}}]
+        results = {"completed_samples": 101, "scores": scores}
+        path = tmp_path / f"{name}.json"
+        path.write_text(
+            json.dumps({"status": status, "eval": {"task": name, "model": "glm5/runs/own"}, "results": results})
+        )
+        return str(path)
+
+    one = log("retail", 0.5)
+    text = table("7", [f"tau2-bench={one}"])
+    assert "| own |" in text and "problems of our own" not in text
+    assert cells(text, "tau2-bench")[0] == "50.0 (40.1 to 59.9), 101"
+    text = table("7", [f"tau2-bench={one},{log('airline', 0.7)}"])
+    assert cells(text, "tau2-bench")[0] == "60.0 (53.0 to 67.0), 202"  # narrower by the root of 2
+    wrongs: list[tuple[str, type[Exception], str]] = [
+        (one, ConfigError, "need a row"),
+        (f"tau2-bench={log('x', 0.1, 'error')}", ConfigError, "did not end"),
+        (f"tau2-bench={one},{tmp_path / 'none.json'}", DataError, "no record"),
+    ]
+    for wrong, error, said in wrongs:
+        with pytest.raises(error, match=said):
+            table("7", [wrong])
+
+
 def test_lm_eval_and_wrong_records(tmp_path: Path) -> None:
     file = tmp_path / "results.json"
     file.write_text(json.dumps(LM_EVAL))
     text = CliRunner().invoke(app, ["table", "11", str(file)]).output
     assert "| own |" in text and cells(text, "GSM8K")[0] == "50.0 (40.1 to 59.9), 101"
-    assert cells(text, "MMLU")[0] == "25.0" and table_names() == ["7", "8", "11"]
+    assert cells(text, "MMLU")[0] == "25.0" and table_names() == ["7", "8", "11", "general"]
     folder = record(tmp_path / "ruler", "ruler", {"name": "m"})
     again = record(tmp_path / "again", "aime", {"name": "m"})
     (tmp_path / "empty").mkdir()
     for name, wrong, error, said in (
-        ("12", [], ConfigError, "7, 8, 11"),
+        ("12", [], ConfigError, "7, 8, 11, general"),
         ("7", [str(folder)], ConfigError, "ROW="),
         ("7", [f"AIME={folder}"], ConfigError, "no row"),
         ("7", [str(again)] * 2, ConfigError, "Two records"),

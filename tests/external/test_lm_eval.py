@@ -144,3 +144,38 @@ def test_chat_generation_runs(harness: Harness, url: str, checkpoint: Path) -> N
     arguments = f"model={checkpoint.name},base_url={url}/v1/chat/completions"
     found = harness.run("local-chat-completions", arguments, "--apply_chat_template", tasks=("glm5_generation",))
     assert len(found["texts"]) == 4
+
+
+def test_the_verb_runs_lm_eval_and_the_table_reads_its_results(python: Path, checkpoint: Path, tmp_path: Path) -> None:
+    """`glm5 eval DIR --suite lm-eval`: the figures are those that lm-eval writes; an unknown task is an error."""
+    options = {"tasks": "glm5_choice", "include": str(HERE / "lm_eval"), "program": str(python.with_name("lm_eval"))}
+    sets = [word for name, value in options.items() for word in ("--set", f"{name}={value}")]
+    command = [
+        sys.executable,
+        "-m",
+        "glm5",
+        "eval",
+        str(checkpoint),
+        "--suite",
+        "lm-eval",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    offline = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")} | offline
+
+    def run(*more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*command, *sets, *more], cwd=HERE / "lm_eval", env=environment, capture_output=True, text=True, timeout=600
+        )
+
+    done = run("--json")
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)["lm-eval"]
+    written = json.loads(Path(found["results"]).read_text("utf-8"))
+    assert found["glm5_choice"]["acc"] == written["results"]["glm5_choice"]["acc,none"] > 0.5
+    assert written["config"]["model"] == "local-completions"
+    wrong = run("--set", "tasks=no_such_task")
+    assert (
+        wrong.returncode == 1 and "lm-eval ended with status" in wrong.stderr and "Traceback" not in wrong.stderr[-200:]
+    )

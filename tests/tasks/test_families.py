@@ -32,13 +32,22 @@ NAMES_OF_ALL = [
     if name
     not in (
         "agent",
+        "browsecomp",
+        "dialogue",
+        "evalplus",
+        "judged",
+        "livecodebench",
+        "mcp_atlas",
         "questions",
         "remote",
         "search",
         "swe",
         "terminal",
+        "tool_decathlon",
+        "toolcall_rows",
         "verifiers",
     )  # whose problems are made elsewhere
+    and name != "vending"  # nobody knows the best year, so there are no demonstrations
 ]
 
 

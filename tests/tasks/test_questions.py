@@ -170,3 +170,22 @@ def test_options_that_are_refused(file: Write, tmp_path: Path) -> None:
 
 def test_every_letter_is_read() -> None:
     assert all(is_choice(f"So the answer is {letter}.", (letter,)) for letter in LETTERS)
+
+
+def test_tables_with_a_header(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text('\ufeffquestion,answer\n"Which, of two?\nThe second.",B\n\nLast?,C\n', encoding="utf-8")
+    family = make_family("questions", file=str(path), grader="exact")
+    asked = [family.problem("heldout", index) for index in range(2)]
+    assert asked[0].prompt.startswith("Which, of two?\nThe second.") and [one.answers for one in asked] == [
+        ("B",),
+        ("C",),
+    ]
+    for text, said in (
+        ('question,answer\n"open', "not a CSV file"),
+        ("question\nx\n", "line 2"),
+        ("question,answer\n", "no rows"),
+    ):
+        path.write_text(text)
+        with pytest.raises(DataError, match=said):
+            make_family("questions", file=str(path), grader="exact").problem("heldout", 0)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 import random
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from glm5.errors import ConfigError, DataError
 from glm5.records import Env, Message, Outcome, StepResult, ToolCall
@@ -97,24 +98,61 @@ class SearchProblem:
         return [Message("user", self.prompt), *oracle.messages, final]
 
 
-class SearchEnv:
-    """An episode: at most `max_turns` messages."""
+class BrowserProblem(Protocol):
+    """What an episode needs of a problem: the tools of a session, and how long it may take."""
 
-    def __init__(self, problem: SearchProblem) -> None:
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def domain(self) -> str: ...
+
+    @property
+    def prompt(self) -> str: ...
+
+    @property
+    def tools(self) -> Sequence[ToolSpec]: ...
+
+    @property
+    def thinking(self) -> bool: ...
+
+    @property
+    def max_turns(self) -> int: ...
+
+    @property
+    def strict(self) -> bool: ...
+
+    def browser(self) -> Browser: ...
+
+
+class BrowserEnv(ABC):
+    """An episode with the search tools: at most `max_turns` messages, the last of which is the answer."""
+
+    calls_s = CALLS_S
+
+    def __init__(self, problem: BrowserProblem) -> None:
         self.problem, self.domain = problem.id, problem.domain
-        self._source, self._browser = problem, problem.browser()
+        self._asked, self._browser = problem, problem.browser()
         self._offered = {tool["function"]["name"] for tool in problem.tools}
         self._turns = self._malformed = self._calls = 0
 
+    @abstractmethod
+    def _answer(self, text: str) -> StepResult:
+        """The end of an episode with an answer."""
+
+    @abstractmethod
+    def _end(self, outcome: Outcome) -> StepResult:
+        """The end of an episode without an answer."""
+
     def start(self) -> tuple[Sequence[Message], Sequence[ToolSpec], bool]:
-        return (Message("user", self._source.prompt),), self._source.tools, self._source.thinking
+        return (Message("user", self._asked.prompt),), self._asked.tools, self._asked.thinking
 
     def step(self, message: Message | None) -> StepResult:
         """Carry out the calls of a message, or grade the answer. Raises GradingError for a fault of the machine."""
         self._turns += 1
         if message is not None and not message.tool_calls:
             return self._answer(message.content)
-        texts, bad, due = list[str](), message is None, time.monotonic() + CALLS_S
+        texts, bad, due = list[str](), message is None, time.monotonic() + self.calls_s
         for number, call in enumerate(message.tool_calls if message is not None else ()):
             if call.name == "finish" and "finish" in self._offered and misuse(call) is None:
                 return self._answer(call.arguments["answer"])
@@ -122,9 +160,9 @@ class SearchEnv:
             texts.append(text)
             bad |= not good
         self._malformed += bad
-        if self._malformed >= (1 if self._source.strict else MOST_MALFORMED):
+        if self._malformed >= (1 if self._asked.strict else MOST_MALFORMED):
             return self._end(Outcome.MALFORMED)
-        if self._turns >= self._source.max_turns:
+        if self._turns >= self._asked.max_turns:
             return self._end(Outcome.TRUNCATED)
         return StepResult(messages=tuple(Message("tool", text) for text in texts or ["error: bad call"]))
 
@@ -137,6 +175,14 @@ class SearchEnv:
             return f"error: {wrong}", False
         self._calls += 1
         return self._browser.call(call)[0], True  # a page that is missing is not a malformed call
+
+
+class SearchEnv(BrowserEnv):
+    """An episode over a built web: exactly the answer's name counts."""
+
+    def __init__(self, problem: SearchProblem) -> None:
+        super().__init__(problem)
+        self._source = problem
 
     def _answer(self, text: str) -> StepResult:
         reply = read_reply(text)

@@ -1,0 +1,256 @@
+"""Published coding benchmarks from files: EvalPlus (HumanEval+, MBPP+) and LiveCodeBench, run in the sandbox (§6.3).
+
+Rows are as they were published. A reply is solved if its program is right on all inputs. For EvalPlus, what is right is
+what the row's own solution gives; inputs on which that fails do not count.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import json
+import pickletools
+import re
+import zlib
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from glm5.errors import ConfigError, DataError, GradingError
+from glm5.records import Env, Message
+from glm5.tasks.coding.execute import FAILED, outputs, same_text, same_value
+from glm5.tasks.contract import Family, SingleTurnEnv, ToolSpec
+from glm5.tasks.questions import table_rows
+
+FENCE = re.compile(r"```[ \t]*(?:python|py)?[ \t]*\r?\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+COMPLETE = """Complete this Python function. Answer with the whole function, with what it imports, in one code block.
+
+```python
+{prompt}
+```"""
+SOLVE = """Solve this problem with a Python program. Answer with the program in one code block.
+
+{question}
+
+{form}"""
+READS = "The program reads its input from standard input and prints the answer to standard output."
+STARTS = "Begin with this code:\n\n```python\n{starter}\n```"
+MOST_TESTS = 256 << 20
+"""Bytes of a row's hidden tests."""
+
+
+def program_of(reply: str) -> str:
+    """The last block of code in a reply, or all of it."""
+    blocks = FENCE.findall(reply)
+    return str(blocks[-1]) if blocks else reply
+
+
+@dataclass(frozen=True)
+class CodeProblem:
+    """One row of a benchmark. Subclasses say what is right."""
+
+    id: str
+    key: str
+    prompt: str
+    thinking: bool
+    domain: str = "code"
+    tools: Sequence[ToolSpec] = ()
+
+    @abstractmethod
+    def right(self, reply: str) -> bool:
+        """Whether the reply's program passes. Raises GradingError if the sandbox fails."""
+
+    def env(self) -> Env:
+        return SingleTurnEnv(self, lambda message: float(self.right(message.content)))
+
+    def demonstration(self, rng_seed: int) -> list[Message]:
+        """Raises DataError: these rows are not trained on."""
+        raise DataError(f"{self.id} is for evaluation and has no demonstration.")
+
+
+@functools.lru_cache(maxsize=256)
+def _expected(solution: str, name: str, cases: str) -> list[tuple[Any, Any]]:
+    """(arguments, tagged value) of the cases on which a solution does not fail."""
+    rows = json.loads(cases)
+    found = zip(rows, outputs(solution, rows, "call", name, stop=False), strict=True)
+    return [(row, value) for row, value in found if value is not FAILED]
+
+
+@dataclass(frozen=True)
+class EvalPlusProblem(CodeProblem):
+    """A function that the reply completes. `start` is the code that the prompt shows, `solution` the row's own."""
+
+    start: str = ""
+    name: str = ""
+    solution: str = ""
+    cases: str = "[]"
+    tolerance: float = 0.0
+
+    def right(self, reply: str) -> bool:
+        known = _expected(self.start + self.solution, self.name, self.cases)
+        if not known:
+            raise GradingError(f"{self.id}: its own solution fails on every input.")
+        code, start = program_of(reply), self.start.rstrip()
+        if start.endswith(":") and re.search(rf"^def {self.name}\b", code, re.MULTILINE):
+            start += "\n    pass"  # the prompt has no docstring, and the reply is the whole function
+        program = f"{start}\n{code}"
+        found = outputs(program, [arguments for arguments, _ in known], "call", self.name)
+        return all(self._is(got, *case) for got, case in zip(found, known, strict=True))
+
+    def _is(self, got: Any, arguments: Any, want: Any) -> bool:
+        if self.name == "find_zero" and isinstance(got, float) and arguments and isinstance(arguments[0], list):
+            # Any root of the polynomial is right.
+            return abs(sum(c * got**i for i, c in enumerate(arguments[0]))) <= (self.tolerance or 1e-4)
+        return got is not FAILED and same_value(got, want, self.tolerance)
+
+
+@dataclass(frozen=True)
+class LiveCodeProblem(CodeProblem):
+    """A program, or a method of a class, and its tests."""
+
+    name: str = ""
+    tests: tuple[tuple[str, str], ...] = ()
+
+    def right(self, reply: str) -> bool:
+        program = program_of(reply)
+        if not self.name:
+            found = outputs(program, [given for given, _ in self.tests], "stdin")
+            return all(
+                got is not FAILED and same_text(got, want) for got, (_, want) in zip(found, self.tests, strict=True)
+            )
+        cases = [[json.loads(line) for line in given.splitlines() if line.strip()] for given, _ in self.tests]
+        found = outputs(f"{COMMON}\n{program}", cases, "call", self.name)
+        wanted = [json.loads(want) for _, want in self.tests]
+        return all(
+            got is not FAILED and same_value(got, _plain(want), sequences=True)
+            for got, want in zip(found, wanted, strict=True)
+        )
+
+
+COMMON = """from typing import *
+from collections import *
+from functools import *
+from itertools import *
+from heapq import *
+from bisect import *
+from math import *
+import collections, functools, heapq, itertools, math"""
+"""What LeetCode imports before a solution."""
+
+
+def _plain(value: Any) -> Any:
+    """A JSON value as the sandbox tags it."""
+    if isinstance(value, dict):
+        return {"dict": sorted(([key, _plain(one)] for key, one in value.items()), key=repr)}
+    return [_plain(one) for one in value] if isinstance(value, list) else value
+
+
+class _FileFamily(Family):
+    """The rows of `file`, in `folder` if that is set."""
+
+    domain = "code"
+
+    def __init__(self, seed: int = 0, *, file: str = "", folder: str = "", thinking: bool = True) -> None:
+        if not isinstance(file, str) or not file:
+            raise ConfigError(f"{self.name}: set file to the benchmark's file (JSONL).")
+        self._path, self._thinking = Path(folder, file), bool(thinking)
+        self._rows = table_rows(self._path)
+
+    @property
+    def size(self) -> int:
+        """How many problems there are."""
+        return len(self._rows)
+
+    def problem(self, split: str, index: int) -> CodeProblem:
+        """Raises DataError for a row that does not fit, and for a split to train on."""
+        if split != "heldout":
+            raise DataError(f"{self.name}: the rows are for evaluation; none are to train on.")
+        line, row = self._rows[index % self.size]
+        try:
+            return self._made(row, line)
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError, zlib.error) as error:
+            raise DataError(f"{self._path}, line {line}: not a row of {self.name}: {error!r:.200}.") from None
+
+    @abstractmethod
+    def _made(self, row: Any, line: int) -> CodeProblem: ...
+
+    def _key(self, prompt: str) -> str:
+        return f"{self.name} {hashlib.sha256(prompt.encode('utf-8', 'replace')).hexdigest()}"
+
+
+class EvalPlusFamily(_FileFamily):
+    """HumanEvalPlus.jsonl or MbppPlus.jsonl: prompt, entry_point, canonical_solution, base_input, plus_input, atol.
+    `plus=False` leaves the added inputs out."""
+
+    name = "evalplus"
+
+    def __init__(
+        self, seed: int = 0, *, file: str = "", folder: str = "", plus: bool = True, thinking: bool = True
+    ) -> None:
+        super().__init__(seed, file=file, folder=folder, thinking=thinking)
+        self._plus = bool(plus)
+
+    def _made(self, row: Any, line: int) -> EvalPlusProblem:
+        start, name, solution = (str(row[key]) for key in ("prompt", "entry_point", "canonical_solution"))
+        cases = [*row["base_input"], *(row["plus_input"] if self._plus else ())]
+        if not cases or not all(isinstance(case, list) for case in cases) or not name.isidentifier():
+            raise ValueError("its inputs are no lists of arguments, or entry_point is no name")
+        prompt = COMPLETE.format(prompt=start.strip())
+        return EvalPlusProblem(
+            f"evalplus/{row['task_id']}", self._key(prompt), prompt, self._thinking, start=start, name=name,
+            solution=solution, cases=json.dumps(cases), tolerance=float(row.get("atol") or 0.0),
+        )  # fmt: skip
+
+
+class LiveCodeFamily(_FileFamily):
+    """LiveCodeBench's rows: question_content, starter_code, public_test_cases, private_test_cases (JSON, or packed as
+    published), metadata. `since` and `until` choose by contest_date, as "2024-08-01"."""
+
+    name = "livecodebench"
+
+    def __init__(
+        self, seed: int = 0, *, file: str = "", folder: str = "", since: str = "", until: str = "",
+        thinking: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__(seed, file=file, folder=folder, thinking=thinking)
+        within = [one for one in self._rows if since <= str(one[1].get("contest_date", since)) <= (until or "~")]
+        if not within:
+            raise DataError(f"livecodebench: no row of {self._path} is from {since or 'the beginning'} to {until}.")
+        self._rows = within
+
+    def _made(self, row: Any, line: int) -> LiveCodeProblem:
+        tests = [*_tests(row["public_test_cases"]), *_tests(row["private_test_cases"])]
+        found = tuple((str(test["input"]), str(test["output"])) for test in tests)
+        kinds = {str(test.get("testtype", "stdin")) for test in tests}
+        metadata = json.loads(row.get("metadata") or "{}")
+        name = str(metadata["func_name"]) if kinds == {"functional"} else ""
+        if not found or len(kinds) != 1:
+            raise ValueError("there are no tests, or of several types")
+        starter = str(row.get("starter_code") or "").strip()
+        form = STARTS.format(starter=starter) if starter else READS
+        prompt = SOLVE.format(question=str(row["question_content"]).strip(), form=form)
+        name_of = row.get("question_id") or line
+        return LiveCodeProblem(
+            f"livecodebench/{name_of}", self._key(prompt), prompt, self._thinking, name=name, tests=found
+        )
+
+
+def _tests(text: str) -> list[Any]:
+    """Tests as JSON, or as base64 of a compressed pickle of it, whose text is read without running the pickle."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        packed = zlib.decompressobj()
+        data = packed.decompress(base64.b64decode(text, validate=True), MOST_TESTS)
+        if packed.unconsumed_tail:
+            raise ValueError("its hidden tests are too large") from None
+        texts = [value for _, value, _ in pickletools.genops(data) if isinstance(value, str)]
+        if len(texts) != 1:
+            raise ValueError("its hidden tests are not one packed text") from None
+        found = json.loads(texts[0])
+    if not isinstance(found, list):
+        raise ValueError("its tests are no list")
+    return found

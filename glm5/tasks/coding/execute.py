@@ -1,0 +1,163 @@
+"""Runs a program of the policy on many inputs in one sandbox run, each input in a process of its own.
+
+The sandbox gets the program and the inputs only; what comes out is compared outside of it, so a program must compute
+what is expected. Values that JSON has not, such as tuples and sets, keep their type.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import numbers
+from collections.abc import Sequence
+from decimal import Decimal, InvalidOperation
+from typing import Any, Literal
+
+from glm5.errors import GradingError
+from glm5.sandbox.sandbox import NO_FILES, Limits, Sandbox
+
+Mode = Literal["call", "stdin"]
+CASE_S = 6
+"""Seconds of one input."""
+MOST_SHOWN = 1 << 18
+"""Bytes of one output."""
+FAILED: Any = object()
+"""What stands for the output of a program that failed."""
+
+HARNESS = """\
+import json, os, resource, signal, sys, types
+
+order = json.loads(sys.stdin.read())
+source, name, mode, seconds, most = order["program"], order["name"], order["mode"], order["seconds"], order["most"]
+
+def tagged(value):
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if value - value == 0 else {"float": repr(value)}
+    if isinstance(value, list):
+        return [tagged(one) for one in value]
+    if isinstance(value, tuple):
+        return {"tuple": [tagged(one) for one in value]}
+    if isinstance(value, (set, frozenset)):
+        return {"set": sorted((tagged(one) for one in value), key=repr)}
+    if isinstance(value, dict):
+        return {"dict": sorted(([tagged(key), tagged(one)] for key, one in value.items()), key=repr)}
+    return {"other": repr(value)[:1000]}
+
+def play(case, out):
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+    signal.alarm(2 * seconds)
+    space = {"__name__": "__main__" if mode == "stdin" else "solution"}
+    with open("case", "w+", encoding="utf-8") as given:
+        if mode == "stdin":
+            given.write(case)
+            given.flush()
+        given.seek(0)
+        os.dup2(given.fileno(), 0)
+    os.dup2(out if mode == "stdin" else os.open(os.devnull, os.O_WRONLY), 1)
+    sys.stdin, sys.stdout = os.fdopen(0, encoding="utf-8"), os.fdopen(1, "w", encoding="utf-8")
+    types.FunctionType(compile(source, "solution", "exec"), space)()
+    if mode == "stdin":
+        sys.stdout.flush()
+        return
+    found = space[name] if name in space else getattr(space["Solution"](), name)
+    data = json.dumps(tagged(found(*case))).encode()
+    while data:
+        data = data[os.write(out, data):]
+
+for case in order["cases"]:
+    here, there = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.close(here)
+            os.close(3)
+            play(case, there)
+            code = 0
+        except SystemExit as error:
+            sys.stdout.flush()
+            code = 0 if mode == "stdin" and error.code in (None, 0) else 1
+        except BaseException:
+            pass
+        finally:
+            os._exit(code)
+    os.close(there)
+    data = b""
+    while len(data) <= most and (chunk := os.read(here, 65536)):
+        data += chunk
+    os.close(here)
+    if len(data) > most:
+        os.kill(child, 9)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    good = status == 0 and len(data) <= most
+    os.write(3, (json.dumps(data.decode("utf-8", "replace") if good else None) + "\\n").encode())
+    if order["stop"] and not good:
+        break
+"""
+
+
+@functools.cache
+def _sandbox(wall_s: float) -> Sandbox:
+    """Raises GradingError on a machine that cannot isolate code."""
+    return Sandbox(Limits(cpu_s=60, wall_s=wall_s, memory_mb=1024, processes=4, file_mb=16, output_kb=1 << 15))
+
+
+def outputs(
+    program: str, cases: Sequence[Any], mode: Mode, name: str = "", *, stop: bool = True, wall_s: float = 120.0
+) -> list[Any]:
+    """What a program gives for each case: with "call" the tagged value of its function `name` for a list of arguments,
+    with "stdin" what it prints for a text. FAILED for a failure, and with `stop` for what comes after it. Raises
+    GradingError if the sandbox fails."""
+    order = {"program": program, "name": name, "mode": mode, "seconds": CASE_S, "most": MOST_SHOWN, "cases": cases}
+    order["stop"] = stop
+    source = "import os\nos.dup2(1, 3)\nos.set_inheritable(3, False)\n" + HARNESS
+    done = _sandbox(wall_s).run_python(source, NO_FILES, json.dumps(order))
+    if not done.stdout and done.exit_code not in (0, None) and done.killed_reason is None:
+        raise GradingError(f"the harness did not start in the sandbox: {done.stderr.strip()[-200:]}")
+    lines = done.stdout.split("\n")[:-1][: len(cases)]
+    found: list[Any] = []
+    for line in lines:
+        try:
+            said = json.loads(line)
+            found.append(FAILED if said is None else said if mode == "stdin" else json.loads(said))
+        except (ValueError, RecursionError):
+            found.append(FAILED)
+    return found + [FAILED] * (len(cases) - len(found))  # the run was stopped
+
+
+def same_value(got: Any, want: Any, tolerance: float = 0.0, sequences: bool = False) -> bool:
+    """Whether tagged values are equal, floats within a tolerance. `sequences`: a tuple may stand for a list."""
+    if sequences:
+        got, want = (one["tuple"] if isinstance(one, dict) and set(one) == {"tuple"} else one for one in (got, want))
+    if isinstance(got, numbers.Real) and isinstance(want, numbers.Real):
+        if got == want:
+            return True
+        close = math.isclose(got, want, rel_tol=1e-7, abs_tol=tolerance or 1e-6)
+        return (tolerance > 0 or isinstance(want, float)) and close
+    if isinstance(got, list) and isinstance(want, list):
+        return len(got) == len(want) and all(
+            same_value(a, b, tolerance, sequences) for a, b in zip(got, want, strict=True)
+        )
+    if isinstance(got, dict) and isinstance(want, dict):
+        return got.keys() == want.keys() and all(same_value(got[k], want[k], tolerance, sequences) for k in want)
+    return type(got) is type(want) and bool(got == want)
+
+
+def same_text(got: str, want: str) -> bool:
+    """Whether two outputs have the same lines of the same words, numbers by value."""
+    ours, theirs = ([line.split() for line in text.strip().splitlines()] for text in (got, want))
+    return len(ours) == len(theirs) and all(
+        len(a) == len(b) and all(map(_same_word, a, b)) for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def _same_word(got: str, want: str) -> bool:
+    if got == want:
+        return True
+    try:
+        return Decimal(got) == Decimal(want)
+    except InvalidOperation:
+        return False

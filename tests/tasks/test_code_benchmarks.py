@@ -1,0 +1,177 @@
+"""EvalPlus and LiveCodeBench rows in the sandbox: right, wrong, slow and hostile programs."""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from glm5.errors import ConfigError, DataError
+from glm5.records import Message, Outcome
+from glm5.sandbox.sandbox import sandbox_available
+from glm5.tasks import make_family
+from glm5.tasks.coding.benchmark import program_of
+from glm5.tasks.coding.execute import FAILED, outputs, same_text, same_value
+
+pytestmark = pytest.mark.skipif(sandbox_available() is None, reason="no sandbox on this machine")
+HEAD = 'def spread(xs):\n    """The least and the greatest of xs, as a tuple; None for none."""\n'
+EVALPLUS = {
+    "task_id": "HumanEval/900", "prompt": HEAD, "entry_point": "spread", "atol": 0,
+    "canonical_solution": "    return (min(xs), max(xs)) if xs else None\n",
+    "base_input": [[[3, 1, 2]], [[]]], "plus_input": [[[0.1, 0.2]], [["b", "a"]], [3]],
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("glm5.tasks.coding.execute.CASE_S", 1)
+
+
+def write(path: Path, *rows: dict[str, Any]) -> str:
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return str(path)
+
+
+def outcome(problem: Any, reply: str) -> Outcome:
+    return problem.env().step(Message("assistant", reply)).outcome
+
+
+@pytest.mark.parametrize(
+    ("reply", "right"),
+    [
+        ("    return (min(xs), max(xs)) if xs else None", True),  # the rest of the function
+        (f"Here:\n```python\n{HEAD}    ys = sorted(xs)\n    return (ys[0], ys[-1]) if ys else None\n```\nDone.", True),
+        ("```\ndef spread(xs):\n    print('hi')\n    return (min(xs), max(xs)) if xs else None\n```", True),
+        ("```python\ndef spread(xs):\n    return [min(xs), max(xs)] if xs else None\n```", False),  # a list
+        ("```python\ndef spread(xs):\n    return (min(xs), max(xs))\n```", False),
+        ("```python\ndef spread(xs):\n    while True: pass\n```", False),
+        ("```python\nimport os\nos._exit(0)\n```", False),
+        ("```python\ndef spread(xs:\n```", False),
+        ("```python\nimport sys\nsys.exit(0)\n```", False),
+        ("```python\nclass A:\n    def __eq__(self, other): return True\ndef spread(xs): return A()\n```", False),
+        ("", False),
+    ],
+)
+def test_replies_to_a_row_of_evalplus(reply: str, right: bool, tmp_path: Path) -> None:
+    family = make_family(
+        "evalplus", file="rows.jsonl", folder=str(Path(write(tmp_path / "rows.jsonl", EVALPLUS)).parent)
+    )
+    problem = family.problem("heldout", 0)
+    assert HEAD.strip() in problem.prompt and (outcome(problem, reply) is Outcome.SOLVED) == right
+
+
+def test_values_keep_their_types_and_floats_have_a_tolerance(tmp_path: Path) -> None:
+    source = "def f(x): return {'a': (1, {2, 3}), 'b': float('nan'), 'c': x}\n"
+    value = outputs(source, [[1.5], [[True, None]]], "call", "f")[0]
+    assert same_value(value, outputs(source, [[1.5]], "call", "f")[0]) and not same_value(
+        value, outputs(source.replace("(1", "(2"), [[1.5]], "call", "f")[0]
+    )
+    assert same_value(0.1 + 0.2, 0.3) and same_value(1, 1.0) and same_value(True, 1) and not same_value(1.1, 1)
+    assert (
+        same_value([2.4], [2.0], 0.5)
+        and not same_value({"tuple": [1]}, [1])
+        and same_value({"tuple": [1]}, [1], 0, True)
+    )
+    assert outputs("def f(x): return x * 10**6", [["ab"], ["a"]], "call", "f", stop=False) == [
+        FAILED,
+        FAILED,
+    ]  # too long
+    assert outputs("def f(x): return 1", [[1], [1, 2]], "call", "f") == [1, FAILED]
+    assert outputs("def f(x): return None if x else 1 / 0", [[1], [0], [1]], "call", "f") == [None, FAILED, FAILED]
+    find_zero = EVALPLUS | {"prompt": "def find_zero(xs):\n", "entry_point": "find_zero", "atol": 1e-4,
+                            "canonical_solution": "    return -1.0\n", "base_input": [[[-1, 0, 1]]],
+                            "plus_input": []}  # fmt: skip
+    problem = make_family("evalplus", file=write(tmp_path / "z.jsonl", find_zero)).problem("heldout", 0)
+    assert outcome(problem, "    return 1.0") is Outcome.SOLVED and outcome(problem, "    return 0.9") is Outcome.FAILED
+
+
+def test_inputs_on_which_the_rows_own_solution_fails_do_not_count(tmp_path: Path) -> None:
+    plain = make_family("evalplus", file=write(tmp_path / "a.jsonl", EVALPLUS), plus=False).problem("heldout", 0)
+    assert outcome(plain, "    return (1, 3) if xs else None") is Outcome.SOLVED  # the added inputs are left out
+    broken = EVALPLUS | {"canonical_solution": "    return 1 / 0\n"}
+    problem: Any = make_family("evalplus", file=write(tmp_path / "b.jsonl", broken)).problem("heldout", 0)
+    with pytest.raises(Exception, match="fails on every input"):
+        problem.right("x")
+    for row in ({"task_id": 1}, EVALPLUS | {"base_input": [3]}, EVALPLUS | {"entry_point": "a b"}):
+        with pytest.raises(DataError, match="line 1: not a row of evalplus"):
+            make_family("evalplus", file=write(tmp_path / "c.jsonl", row)).problem("heldout", 0)
+    with pytest.raises(ConfigError):
+        make_family("evalplus")
+
+
+def packed(tests: list[dict[str, str]]) -> str:
+    """As LiveCodeBench publishes hidden tests."""
+    return base64.b64encode(zlib.compress(pickle.dumps(json.dumps(tests)))).decode()
+
+
+def livecode(kind: str) -> dict[str, Any]:
+    tests = {
+        "stdin": [("2\n1 2\n", "3\n"), ("1\n5\n", "5.0"), ("3\n1 1 1", "3")],
+        "functional": [("[1, 2]\n3", "[3, 6]"), ("[]\n1", "[]"), ("[5]\n2", "[10]")],
+    }[kind]
+    rows = [{"input": given, "output": want, "testtype": kind} for given, want in tests]
+    starter = (
+        "class Solution:\n    def scale(self, xs: List[int], by: int) -> List[int]:\n        "
+        if kind != "stdin"
+        else ""
+    )
+    return {
+        "question_content": "Add up." if kind == "stdin" else "Scale.", "question_id": "q1", "starter_code": starter,
+        "public_test_cases": json.dumps(rows[:1]), "private_test_cases": packed(rows[1:]),
+        "contest_date": "2024-09-01T00:00:00",
+        "metadata": json.dumps({"func_name": "scale"} if kind != "stdin" else {}),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "reply", "right"),
+    [
+        ("stdin", "```python\ninput()\nprint(sum(map(int, input().split())))\n```", True),
+        ("stdin", "import sys\nn, *xs = map(int, sys.stdin.read().split())\nprint(sum(xs))\nsys.exit()", True),
+        ("stdin", "if __name__ == '__main__':\n    input()\n    print(sum(map(int, input().split())), 'x')", False),
+        ("stdin", "```python\nprint(3)\n```", False),
+        ("stdin", "```python\nimport time\ntime.sleep(99)\n```", False),
+        ("functional", "class Solution:\n    def scale(_, xs: List, by):\n        return [by*x for x in xs]", True),
+        ("functional", "class Solution:\n    def scale(self, xs, by):\n        return tuple(x * by for x in xs)", True),
+        ("functional", "```python\nclass Solution:\n    def scale(self, xs, by):\n        return xs\n```", False),
+    ],
+)  # fmt: skip
+def test_replies_to_rows_of_livecodebench(kind: str, reply: str, right: bool, tmp_path: Path) -> None:
+    family = make_family("livecodebench", file=write(tmp_path / "r.jsonl", livecode(kind)), since="2024-08-01")
+    problem: Any = family.problem("heldout", 0)
+    assert len(problem.tests) == 3 and ("standard input" in problem.prompt) == (kind == "stdin")
+    assert (outcome(problem, reply) is Outcome.SOLVED) == right
+
+
+def test_hidden_tests_are_read_without_running_a_pickle(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return (Path.write_text, (tmp_path / "evil", "x"))
+
+    evil = base64.b64encode(zlib.compress(pickle.dumps(Evil()))).decode()
+    for tests in (
+        evil,
+        "!!",
+        "aGVsbG8=",
+        "[" * 100_000,
+        base64.b64encode(zlib.compress(pickle.dumps(["a", "b"]))).decode(),
+        '{"a": 1}',
+        "[]",
+    ):
+        row = livecode("stdin") | {"private_test_cases": tests, "public_test_cases": "[]"}
+        with pytest.raises(DataError, match="line 1: not a row of livecodebench"):
+            make_family("livecodebench", file=write(tmp_path / "r.jsonl", row)).problem("heldout", 0)
+    assert not (tmp_path / "evil").exists()
+    with pytest.raises(DataError, match="no row"):
+        make_family("livecodebench", file=write(tmp_path / "r.jsonl", livecode("stdin")), until="2024-01-01")
+
+
+def test_texts_and_blocks() -> None:
+    assert same_text("1 2\n3\n", "1  2 \n3.0") and not same_text("1 2 3", "1 2\n3") and not same_text("a", "b")
+    assert program_of("a\n```py\nx\n```\n```\ny\n```") == "y\n" and program_of("x = 1") == "x = 1"
+    assert program_of("```python\nx") == "x"
