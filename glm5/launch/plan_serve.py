@@ -1,5 +1,6 @@
 """`glm5 plan serve`: whether a model fits on the devices of an engine, how much cache is left, and how fast decoding
-can be at most. Bytes of weights and cache are exact; times are bounds from data sheets, which no engine reaches."""
+can be at most. Bytes of weights and cache are exact; times are bounds from data sheets, without drafts, for choices of
+experts that are even and independent."""
 
 from __future__ import annotations
 
@@ -120,8 +121,13 @@ def plan_serve(
             f"does not fit: the weights of a rank are {sum(weights.values()) / 1e9:,.1f} GB, and {usable / 1e9:,.1f} "
             f"of {kind.memory / 1e9:,.0f} GB can be used. Take a larger --tp, --quantize, or a device with more memory."
         )
-    elif not rows[0]["sequences"]:
-        problems.append(f"the cache holds {tokens:,} tokens, less than one sequence of {rows[0]['context']:,}.")
+    for length in contexts if free >= 0 else ():
+        if length > config.max_position_embeddings:
+            problems.append(
+                f"{length:,} tokens are more than the model's {config.max_position_embeddings:,} positions."
+            )
+        elif length > tokens:
+            problems.append(f"the cache holds {tokens:,} tokens, less than one sequence of {length:,}.")
     return {
         "model": model,
         "device": device.lower(),
@@ -192,7 +198,7 @@ def table(found: Report) -> str:
         f"{found['engines']} engine{'s' if found['engines'] > 1 else ''} of {found['tp']} x {found['device']}; {kept}.",
         f"Weights of a rank {weights / 1e9:,.2f} GB; cache {found['cache_bytes_per_token']:,} bytes a token, room for "
         f"{found['cache_tokens']:,} tokens an engine.",
-        "At most, by what a step reads and computes; no engine reaches it:",
+        "Without drafts at most, by what a step reads and computes; choices of experts even and independent:",
         "".join(f"{name:>{width}}" for name, width in COLUMNS.items()),
     ]
     for row in found["contexts"]:

@@ -61,7 +61,7 @@ PLATFORMS = (
     Platform("hygon", "Hygon", "cuda", "nccl", "HIP_VISIBLE_DEVICES", True, marks=("hygon", "hcu", "dcu", "dtk")),
     Platform("cambricon", "Cambricon", "mlu", "cncl", "MLU_VISIBLE_DEVICES", False),
     Platform(
-        "kunlunxin", "Kunlunxin", "cuda", "nccl", "XPU_VISIBLE_DEVICES", False, marks=("kunlun", "xpu", "p800", "p900")
+        "kunlunxin", "Kunlunxin", "cuda", "nccl", "XPU_VISIBLE_DEVICES", False, marks=("kunlun",)
     ),
     Platform("metax", "MetaX", "cuda", "nccl", "CUDA_VISIBLE_DEVICES", True, marks=("metax", "maca", "mxc")),
     Platform(

@@ -92,6 +92,9 @@ def test_the_papers_model_fits_sixteen_h200_and_not_eight() -> None:
     ones = [row["tokens_per_second_of_one"] for row in rows]
     assert ones == sorted(ones, reverse=True) and rows[-1]["first_token_seconds"] > 0
     assert "does not fit: the weights of a rank are 195.7 GB" in plan_serve("glm5", "h200", 8, 8)["problems"][0]
+    for contexts, text in (([4096, 220_000], "more than the model's 202,752"), ([4096, 150_000, 1], "")):
+        problems = plan_serve("glm5", "h200", 16, 16, contexts=contexts)["problems"]
+        assert [text in problem for problem in problems] == [True] * bool(text)
     more = plan_serve("glm5", "h200", 32, 16)
     assert more["engines"] == 2 and more["contexts"][0]["tokens_per_second"] == 2 * rows[0]["tokens_per_second"]
 
@@ -113,7 +116,7 @@ def test_what_cannot_be_planned() -> None:
 
 def test_the_command_line() -> None:
     found = CliRunner().invoke(app, ["plan", "serve", "glm5", "--gpus", "16", "--tp", "16", "--device", "h200"])
-    assert found.exit_code == 0 and "131,072" in found.stdout and "no engine reaches it" in found.stdout
+    assert found.exit_code == 0 and "131,072" in found.stdout and "Without drafts at most" in found.stdout
     found = CliRunner().invoke(app, ["plan", "serve", "glm5", "--json"])
     assert found.exit_code == 1 and not json.loads(found.stdout)["fits"]
     assert config_of("nano") == NANO
