@@ -1,0 +1,164 @@
+"""The plan of a corpus: all inputs, listed once in a fixed order and dealt out to its parts."""
+
+from __future__ import annotations
+
+import heapq
+import json
+import os
+import stat
+import sysconfig
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from glm5.config.corpus import CorpusRecipe, SourceConfig
+from glm5.data.corpus.kinds import file_type
+from glm5.errors import DataError
+from glm5.files import publish_dir, read_rows
+
+_NO_CODE = {"__pycache__", "node_modules", "lib-dynload"}
+PLAN = "plan"
+
+
+@dataclass(frozen=True)
+class Input:
+    """A file to read: source, path, and its name in the corpus. Size and time tell whether it has changed since."""
+
+    source: str
+    path: str
+    name: str
+    bytes: int
+    mtime_ns: int
+
+    def check(self) -> None:
+        """Raise DataError for a file that is not the planned one."""
+        try:
+            status = os.stat(self.path)
+        except OSError:
+            status = None
+        if status is None or (status.st_size, status.st_mtime_ns) != (self.bytes, self.mtime_ns):
+            raise DataError(
+                f"{self.path} has changed since this corpus was planned, so its parts would not fit together; "
+                "choose a new --out."
+            )
+
+
+def make_plan(recipe: CorpusRecipe, out: Path) -> None:
+    """Write `out/plan`: one list of inputs per part, and counts per source. Raises DataError for a source that does not
+    exist or contains no file to read."""
+    inputs: list[Input] = []
+    account: dict[str, dict[str, object]] = {}
+    for source in recipe.sources:
+        skipped: Counter[str] = Counter()
+        found = list(_inputs(source, skipped))
+        if not found:
+            left_out = ", ".join(f"{count:,} {reason}" for reason, count in sorted(skipped.items()))
+            raise DataError(
+                f'The source "{source.name}" ({source.path}) has no file to read'
+                + (f" ({left_out})." if left_out else ".")
+            )
+        account[source.name] = {
+            "files": len(found),
+            "bytes": sum(one.bytes for one in found),
+            "skipped": dict(sorted(skipped.items())),
+        }
+        inputs += found
+    with publish_dir(out / PLAN) as folder:
+        for part, dealt in enumerate(_deal(inputs, recipe.tasks)):
+            lines = (json.dumps(asdict(one)) + "\n" for one in dealt)
+            (folder / f"{part:05d}.jsonl").write_text("".join(lines), encoding="ascii")
+        (folder / "sources.json").write_text(json.dumps(account, indent=1) + "\n", encoding="utf-8")
+
+
+def planned(out: Path, part: int) -> list[Input]:
+    """The inputs of one part."""
+    return [Input(**row) for row in read_rows(out / PLAN / f"{part:05d}.jsonl")]
+
+
+def source_counts(out: Path) -> Mapping[str, dict[str, object]]:
+    """Files, bytes and files left out by reason, per source."""
+    counts: dict[str, dict[str, object]] = json.loads((out / PLAN / "sources.json").read_text(encoding="utf-8"))
+    return counts
+
+
+def _deal(inputs: list[Input], parts: int) -> list[list[Input]]:
+    """Parts of about equal bytes: the largest input first, always to the smallest part. Parts keep the order."""
+    sizes = [(0, part) for part in range(parts)]
+    dealt: list[list[int]] = [[] for _ in range(parts)]
+    for index in sorted(range(len(inputs)), key=lambda i: (-inputs[i].bytes, i)):
+        size, part = heapq.heappop(sizes)
+        dealt[part].append(index)
+        heapq.heappush(sizes, (size + inputs[index].bytes, part))
+    return [[inputs[index] for index in sorted(part)] for part in dealt]
+
+
+def _root(path: str) -> Path:
+    folders = {"stdlib": "stdlib", "site-packages": "purelib"}
+    if path in folders:
+        return Path(sysconfig.get_paths()[folders[path]])
+    return Path("/usr/share/doc") if path == "doc" else Path(path).expanduser()
+
+
+def _inputs(source: SourceConfig, skipped: Counter[str]) -> Iterator[Input]:
+    root = _root(source.path).resolve()
+    if root.is_file():
+        yield _input(source.name, root, root.name, root.stat())
+        return
+    if not root.is_dir():
+        raise DataError(f'The source "{source.name}" is neither a file nor a folder: {source.path}.')
+    inside_python = {"site-packages", "dist-packages", "test", "idle_test"} if source.path == "stdlib" else set()
+    for path, name, status in _walk(root, _NO_CODE | inside_python, skipped):
+        if not _wanted(name, source):
+            continue
+        if file_type(name) is None:
+            skipped["unsupported"] += 1
+        elif not status.st_size:
+            skipped["empty"] += 1
+        else:
+            yield _input(source.name, path, name, status)
+
+
+def _input(source: str, path: Path, name: str, status: os.stat_result) -> Input:
+    # A file name may contain bytes that are not UTF-8; names in the corpus are valid text.
+    plain = os.fsencode(f"{source}/{name}").decode("utf-8", "replace")
+    return Input(source, str(path), plain, status.st_size, status.st_mtime_ns)
+
+
+def _wanted(name: str, source: SourceConfig) -> bool:
+    def matches(patterns: list[str]) -> bool:
+        return any(fnmatchcase(name, pattern) or fnmatchcase(name.rpartition("/")[2], pattern) for pattern in patterns)
+
+    return (not source.include or matches(source.include)) and not matches(source.exclude)
+
+
+def _walk(root: Path, passed_over: set[str], skipped: Counter[str]) -> Iterator[tuple[Path, str, os.stat_result]]:
+    """Regular files below `root` with their names relative to it, sorted. Links are never followed, so there are no
+    loops and nothing outside is read: what a link inside names is found by its own name."""
+    stack = [root]
+    while stack:
+        folder = stack.pop()
+        if folder.is_dir():
+            try:
+                entries = sorted(os.scandir(folder), key=lambda entry: entry.name, reverse=True)
+            except OSError:
+                skipped["unreadable"] += 1
+                continue
+            for entry in entries:
+                if entry.name.startswith(".") or entry.name in passed_over:
+                    continue
+                if entry.is_symlink():
+                    skipped["link"] += 1
+                else:
+                    stack.append(Path(entry.path))
+            continue
+        try:
+            status = os.lstat(folder)
+        except OSError:
+            skipped["unreadable"] += 1
+            continue
+        if stat.S_ISREG(status.st_mode):
+            yield folder, folder.relative_to(root).as_posix(), status
+        else:
+            skipped["special"] += 1

@@ -1,0 +1,97 @@
+"""The first step of a part: read its planned inputs."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from datatrove.data import Document
+from datatrove.pipeline.base import PipelineStep
+from datatrove.pipeline.extractors.base import ExtractorSandbox
+
+from glm5.config.corpus import LimitConfig, SourceConfig
+from glm5.data.corpus.formats import Extract, Extracted, Skipped, extract_here, texts
+from glm5.data.corpus.plan import planned
+from glm5.data.corpus.samples import Samples
+
+_PR_SET_PDEATHSIG, _SIGKILL = 1, 9
+
+
+class ReadInputs(PipelineStep):
+    """Yields the documents of a part, with source, path, kind, format, license and the SHA-256 of the text as metadata.
+    What is skipped is counted as `skipped_REASON`."""
+
+    type = "read"
+    name = "inputs"
+
+    def __init__(
+        self, out: Path, sources: list[SourceConfig], limits: LimitConfig, samples: Samples, licenses: Any = None
+    ) -> None:
+        super().__init__()
+        self.out, self.limits, self.samples = out, limits, samples
+        self.sources = {source.name: source for source in sources}
+
+    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        with ExitStack() as stack:
+            extract = sandboxed(stack, self.limits)
+            samples = stack.enter_context(self.samples.part("read", rank))
+            for one in planned(self.out, rank):
+                one.check()
+                source = self.sources[one.source]
+                self.stat_update("files")
+                self.stat_update("bytes", value=one.bytes)
+                for found in texts(Path(one.path), one.name, self.limits, source.field, extract):
+                    if isinstance(found, Skipped):
+                        self.stat_update("total", "dropped", f"dropped_{found.reason}")
+                        samples.add(found.reason, found.name, "")
+                        continue
+                    self.stat_update("total", "forwarded")
+                    metadata = {
+                        "source": one.source,
+                        "kind": source.kind or found.kind,
+                        "format": found.format,
+                        "license": found.more.get("license") or source.license or "",
+                        "sha256": hashlib.sha256(found.text.encode()).hexdigest(),
+                        **({"code": found.code} if found.code else {}),
+                        **{key: value for key, value in found.more.items() if key != "license"},
+                    }
+                    yield Document(found.text, found.name, metadata=metadata)
+
+
+def sandboxed(stack: ExitStack, limits: LimitConfig) -> Extract:
+    """`extract_here` in a process that may take `limits.seconds` and `limits.memory` per document. After a document that
+    ends it comes a new process."""
+    sandbox = stack.enter_context(ExtractorSandbox(limits.seconds, warmup_text=("", limits.memory)))
+
+    def extract(format: str, raw: bytes) -> Extracted | str:
+        try:
+            found: Extracted | str = sandbox.process_document((format, raw), _in_sandbox)
+        except TimeoutError:
+            return "timeout"
+        except (EOFError, OSError):
+            sandbox._cleanup_process()
+            return "crashed"
+        return found
+
+    return extract
+
+
+def _in_sandbox(format: str, content: Any) -> Extracted | str | None:
+    if not format:  # the first call sets the process up
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _SIGKILL)
+        size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (size + content, size + content))
+        return None
+    try:
+        return extract_here(format, content)
+    except MemoryError:
+        return "crashed"
+    except Exception:
+        return "damaged"
