@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import resource
 import sys
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ _PR_SET_PDEATHSIG, _SIGKILL = 1, 9
 
 
 class ReadInputs(PipelineStep):
-    """Yields the documents of a part, with source, path, kind, format, license and the SHA-256 of the text as metadata.
+    """Yields the documents of a part, with source, kind, format and license as metadata.
     What is skipped is counted as `skipped_REASON`."""
 
     type = "read"
@@ -57,7 +56,6 @@ class ReadInputs(PipelineStep):
                         "kind": source.kind or found.kind,
                         "format": found.format,
                         "license": found.more.get("license") or source.license or "",
-                        "sha256": hashlib.sha256(found.text.encode()).hexdigest(),
                         **({"code": found.code} if found.code else {}),
                         **{key: value for key, value in found.more.items() if key != "license"},
                     }
@@ -65,8 +63,8 @@ class ReadInputs(PipelineStep):
 
 
 def sandboxed(stack: ExitStack, limits: LimitConfig) -> Extract:
-    """`extract_here` in a process that may take `limits.seconds` and `limits.memory` per document. After a document that
-    ends it comes a new process."""
+    """`extract_here` in a process that may take `limits.seconds` and `limits.memory` per document. A document that ends
+    it is skipped, and the next one gets a new process."""
     sandbox = stack.enter_context(ExtractorSandbox(limits.seconds, warmup_text=("", limits.memory)))
 
     def extract(format: str, raw: bytes) -> Extracted | str:

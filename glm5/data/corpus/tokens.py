@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -18,8 +19,8 @@ from glm5.data.documents import Document as Named
 from glm5.data.shards import SPLITS, SplitWriter, encode_documents, id_dtype, open_split, publish_shards
 
 _BATCH = 1 << 20  # characters
-KEPT = ("source", "kind", "format", "code", "license", "language", "url", "sha256")
-"""What the shards' `.documents` files say of every document, beside its name."""
+KEPT = ("source", "kind", "format", "code", "license", "language", "url")
+"""What the shards' `.documents` files say of every document, beside its name and the SHA-256 of its text."""
 
 
 def load_tokenizer(path: str | None) -> Tokenizer:
@@ -71,8 +72,10 @@ class _PartWriter:
         for document, ids in zip(documents, encoded, strict=True):
             split = SPLITS[int(Named(document.id, "").held_out)]
             writer, lines = self._of(document.metadata["kind"], split)
-            writer.append(ids, len(document.text.encode()), document.id)
+            text = document.text.encode()
+            writer.append(ids, len(text), document.id)
             known = {key: value for key in KEPT if (value := document.metadata.get(key))}
+            known["sha256"] = hashlib.sha256(text).hexdigest()
             lines.write(json.dumps({"name": document.id, **known}) + "\n")
 
     def _of(self, kind: str, split: str) -> tuple[SplitWriter, Any]:

@@ -1,0 +1,261 @@
+"""Corpora end to end, with datatrove: every document is accounted for, the result depends on nothing but recipe and
+inputs, hostile files harm only themselves, planted duplicates are found."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from glm5.chat.tokenizer import Tokenizer
+from glm5.data.shards import open_shard
+from glm5.process import python_path
+from tests.external.environments import interpreter
+
+pytestmark = pytest.mark.slow
+TOKENIZER = Tokenizer.byte_level()
+WORDS = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8").split()
+PLAIN = [word for word in WORDS if word.isalpha() and len(word) > 3]
+LITTLE = "the of and to in that is with for it as was on be by at have from this".split()
+
+
+@pytest.fixture(scope="module")
+def python() -> Path:
+    """The interpreter of datatrove's environment. It has our packages."""
+    return interpreter("datatrove", ours=True)
+
+
+def prose(seed: int, sentences: int = 30) -> str:
+    """English-looking text that passes every rule, different for every seed."""
+    draw, lines = random.Random(seed), []
+    for _ in range(sentences):
+        words = [draw.choice(LITTLE if draw.random() < 0.4 else PLAIN) for _ in range(draw.randint(10, 20))]
+        lines.append(" ".join(["The", *words, draw.choice(PLAIN)]) + ".")
+    return "\n".join(lines) + "\n"
+
+
+SHORT = (
+    "This text is much too short. It has two or three sentences, about nothing at all; then it ends without saying "
+    "more, which nobody would want to read twice.\n"
+)
+
+
+def page(text: str) -> str:
+    paragraphs = "".join(f"<p>{line}</p>" for line in text.split("\n"))
+    return f"<html><head><title>T</title></head><body><nav>menu</nav><main>{paragraphs}</main></body></html>"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """120 texts in several formats, with copies, near-copies and unwanted ones."""
+    root = tmp_path_factory.mktemp("source")
+    for n in range(60):
+        (root / f"note{n}.md").write_text(prose(n))
+    for n in range(60, 90):
+        (root / f"page{n}.html").write_text(page(prose(n)))
+    (root / "records.jsonl").write_text("".join(json.dumps({"text": prose(n)}) + "\n" for n in range(90, 110)))
+    (root / "packed.txt.gz").write_bytes(gzip.compress(prose(110).encode(), mtime=0))
+    for n in range(10):
+        (root / f"code{n}.py").write_text("".join(f"def f{n}_{k}(x):\n    return x + {k}\n\n\n" for k in range(20)))
+    (root / "copy.md").write_text(prose(3))
+    (root / "copy.html").write_text(page(prose(61)))
+    (root / "near.md").write_text(prose(5).replace("The", "Then", 1))
+    (root / "short.txt").write_text(SHORT)
+    (root / "german.txt").write_text("Dies ist ein deutscher Text, der nicht behalten wird, weil er deutsch ist.\n" * 3)
+    return root
+
+
+def recipe(path: Path, source: Path, **more: Any) -> Path:
+    values = {"name": "test", "tasks": 5, "samples": 2} | more
+    lines = [f"{key} = {json.dumps(value)}" for key, value in values.items()]
+    lines += ["[[sources]]", 'name = "s"', f"path = {json.dumps(str(source))}", 'license = "MIT"']
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def command(python: Path, path: Path, out: Path, *more: str) -> list[str]:
+    return [str(python), "-m", "glm5", "data", "run", str(path), "--out", str(out), "--json", *more]
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": python_path(), "HF_HUB_OFFLINE": "1"}
+
+
+def run(python: Path, path: Path, out: Path, *more: str, code: int = 0) -> dict[str, Any]:
+    """The account that the command prints, or {"error": its stderr}."""
+    done = subprocess.run(
+        command(python, path, out, *more), capture_output=True, text=True, timeout=300, env=environment()
+    )
+    assert done.returncode == code, done.stderr[-3000:]
+    account: dict[str, Any] = json.loads(done.stdout) if code == 0 else {"error": done.stderr}
+    return account
+
+
+def shards(out: Path) -> dict[str, str]:
+    files = sorted(path for path in (out / "shards").rglob("*") if path.is_file())
+    return {str(path.relative_to(out)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.fixture(scope="module")
+def whole(python: Path, source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A corpus made without interruption by one worker, and its account."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder / "out", run(python, recipe(folder / "r.toml", source), folder / "out", "--workers", "1")
+
+
+def documents(out: Path, kind: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(split, text, what is known) of all documents of a shard."""
+    for split in ("train", "held_out"):
+        shard = open_shard(out / "shards" / kind, split, TOKENIZER)
+        lines = (out / "shards" / kind / f"{split}.documents").read_text().splitlines()
+        for index, line in enumerate(lines):
+            assert json.loads(line)["name"] == shard.paths[index]
+            yield split, TOKENIZER.decode(shard.document(index)[:-1].tolist()), json.loads(line)
+        assert len(lines) == len(shard)
+
+
+def test_every_document_is_kept_or_counted(whole: tuple[Path, dict[str, Any]], source: Path) -> None:
+    out, account = whole
+    left = account["documents"]
+    for step in account["steps"].values():
+        assert step["documents"] == left
+        assert not step["reasons"] or sum(step["reasons"].values()) == step["dropped"]
+        left -= step["dropped"]
+    assert left == account["kept"] == sum(len(list(documents(out, kind))) for kind in ("prose", "web", "code"))
+    assert account["documents"] == 60 + 30 + 20 + 1 + 10 + 5
+    assert account["steps"]["filter"]["reasons"] == {"language": 1, "gopher_quality_gopher_short_doc": 1}
+    assert (account["steps"]["exact"]["dropped"], account["steps"]["minhash"]["dropped"]) == (2, 1)
+    kept = {text for _, text, _ in documents(out, "prose")}
+    assert {prose(n).strip() for n in range(60) if n != 5} <= kept
+    assert len(kept & {prose(5).strip(), prose(5).strip().replace("The", "Then", 1)}) == 1
+    assert {text for _, text, _ in documents(out, "web")} == {prose(n).strip() for n in range(60, 90)}
+
+
+def test_documents_keep_source_license_language_and_hash(whole: tuple[Path, dict[str, Any]]) -> None:
+    for kind in ("prose", "web", "code"):
+        for split, text, known in documents(whole[0], kind):
+            assert (known["source"], known["license"], known["kind"]) == ("s", "MIT", kind)
+            assert known.get("language", known.get("code")) == ("Python" if kind == "code" else "en")
+            assert known["sha256"] == hashlib.sha256(text.encode()).hexdigest()
+            held_out = int.from_bytes(hashlib.sha256(known["name"].encode()).digest(), "big") % 50 == 0
+            assert split == ("held_out" if held_out else "train")
+
+
+def test_the_report_shows_samples_and_reasons(whole: tuple[Path, dict[str, Any]], python: Path) -> None:
+    subprocess.run(
+        [str(python), "-m", "glm5", "data", "report", str(whole[0])], check=True, timeout=60, env=environment()
+    )
+    page = (whole[0] / "report.html").read_text(encoding="utf-8")
+    for part in (
+        "gopher_quality_gopher_short_doc",
+        "This text is much too short",
+        "deutscher Text",
+        "minhash",
+        "note3.md",
+    ):
+        assert part in page
+
+
+def test_workers_change_nothing(whole: tuple[Path, dict[str, Any]], python: Path, source: Path, tmp_path: Path) -> None:
+    account = run(python, recipe(tmp_path / "r.toml", source), tmp_path / "out", "--workers", "3")
+    assert shards(tmp_path / "out") == shards(whole[0])
+    assert account == whole[1]
+    assert (tmp_path / "out" / "corpus.json").read_bytes() == (whole[0] / "corpus.json").read_bytes()
+
+
+def test_a_run_killed_five_times_ends_with_the_same_shards(
+    whole: tuple[Path, dict[str, Any]], python: Path, source: Path, tmp_path: Path
+) -> None:
+    """Only the main process is killed: its workers must end by themselves, and not write beside the next ones."""
+    path, out, draw = recipe(tmp_path / "r.toml", source), tmp_path / "out", random.Random(7)
+    killed = 0
+    for _ in range(5):
+        process = subprocess.Popen(
+            command(python, path, out, "--workers", "2"),
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment(),
+        )  # fmt: skip
+        before = finished(out)
+        while process.poll() is None and finished(out) <= before:  # at least one part is done each time
+            time.sleep(0.02)
+        time.sleep(draw.random())
+        killed += process.poll() is None
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert killed >= 3
+    account = run(python, path, out, "--workers", "2")
+    assert shards(out) == shards(whole[0])
+    assert account == whole[1]
+
+
+def finished(out: Path) -> int:
+    return len(list((out / "work" / "log").glob("*/completions/*")))
+
+
+def test_another_recipe_or_a_changed_input_is_refused(python: Path, source: Path, tmp_path: Path) -> None:
+    (tmp_path / "s").mkdir()
+    for n in range(2):
+        (tmp_path / "s" / f"{n}.md").write_text(prose(n))
+    out = tmp_path / "out"
+    run(python, recipe(tmp_path / "r.toml", tmp_path / "s"), out)
+    assert "another recipe" in run(python, recipe(tmp_path / "r.toml", tmp_path / "s", seed=5), out, code=1)["error"]
+    (tmp_path / "s" / "0.md").write_text("changed")
+    for mark in (out / "work" / "log" / "read" / "completions").iterdir():
+        mark.unlink()
+    error = run(python, recipe(tmp_path / "r.toml", tmp_path / "s"), out, code=1)["error"]
+    assert "has changed" in error and len(error.splitlines()) <= 3
+
+
+def hostile(root: Path) -> None:
+    """Files that hang, crash or swell their reader, or lie about what they are."""
+    deep = "<div>" * 300_000
+    (root / "deep.html").write_text(f"<html><body>{deep}text")
+    (root / "table.html").write_text("<table>" * 3000 + "<td>" * 300_000)
+    (root / "broken.html").write_bytes(b"<html><p>" + bytes(range(256)) * 200 + b"<title>" * 9000)
+    (root / "bomb.html.gz").write_bytes(gzip.compress(b"<p>a" * (16 << 20), mtime=0))
+    (root / "broken.pdf").write_bytes(b"%PDF-1.7\n1 0 obj << /Length 99999999999 >> stream\n" + os.urandom(5000))
+    (root / "loop.pdf").write_bytes(
+        b"%PDF-1.4\n1 0 obj <</Type/Catalog/Pages 2 0 R>> endobj\n"
+        b"2 0 obj <</Type/Pages/Kids[2 0 R 2 0 R]/Count 1000000>> endobj\n"
+        b"trailer <</Root 1 0 R>>\n%%EOF\n"
+    )
+    (root / "broken.warc.gz").write_bytes(gzip.compress(b"WARC/1.0\r\nContent-Length: 99999999999\r\n\r\n" * 50))
+    (root / "broken.warc").write_bytes(
+        b"WARC/1.0\r\nWARC-Type: response\r\nContent-Length: -5\r\n\r\n" + os.urandom(999)
+    )
+    (root / "broken.parquet").write_bytes(b"PAR1" + os.urandom(2000) + b"PAR1")
+    (root / "broken.zip").write_bytes(b"PK\x03\x04" + os.urandom(2000))
+    (root / "zero.txt").write_bytes(b"\0" * 5000)
+    (root / "one-line.md").write_text("word " * 700_000)
+    (root / "one-word.md").write_text("x" * 3_500_000)
+    (root / "marks.md").write_text("!?" * 900_000)
+    (root / "spaces.md").write_text("a" + " " * 3_000_000 + "b")
+    (root / "combining.md").write_text("e" + "\u0301" * 900_000)
+    (root / "loop").symlink_to(root)
+    os.mkfifo(root / "pipe.html")
+
+
+def test_hostile_files_harm_only_themselves(python: Path, tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    root.mkdir()
+    hostile(root)
+    for n in range(6):
+        (root / f"good{n}.html").write_text(page(prose(n)))
+    limits = "[limits]\nseconds = 5.0\n"
+    path = recipe(tmp_path / "r.toml", root)
+    path.write_text(path.read_text() + limits)
+    out = tmp_path / "out"
+    account = run(python, path, out, "--workers", "2")
+    assert {text for _, text, _ in documents(out, "web")} >= {prose(n).strip() for n in range(6)}
+    assert account["sources"]["s"]["skipped"] == {"link": 1, "special": 1}
+    assert account["steps"]["read"]["dropped"] >= 7
+    assert account["files"] == 22
