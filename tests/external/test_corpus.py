@@ -192,9 +192,21 @@ def test_a_run_killed_five_times_ends_with_the_same_shards(
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert killed >= 3
+    assert not processes(out) or time.sleep(2) or not processes(out)
     account = run(python, path, out, "--workers", "2")
     assert shards(out) == shards(whole[0])
     assert account == whole[1]
+
+
+def processes(out: Path) -> list[str]:
+    """Processes that have a file of the corpus open."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*/fd"):
+        try:
+            found += [str(folder) for one in folder.iterdir() if os.readlink(one).startswith(str(out))]
+        except OSError:
+            continue
+    return found
 
 
 def finished(out: Path) -> int:

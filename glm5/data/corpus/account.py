@@ -14,6 +14,7 @@ from typing import Any
 from glm5.config.corpus import CorpusRecipe
 from glm5.data.corpus.plan import source_counts
 from glm5.data.corpus.samples import KEPT_BY
+from glm5.errors import DataError
 from glm5.files import MANIFEST, atomic_write
 
 FILE = "corpus.json"
@@ -23,7 +24,8 @@ STEPS = ("read", "filter", "exact", "minhash")
 
 
 def write_account(recipe: CorpusRecipe, out: Path) -> dict[str, Any]:
-    """Write `out/corpus.json` from the statistics of all parts, and return its content."""
+    """Write `out/corpus.json` from the statistics of all parts, and return its content. Raises DataError for a corpus
+    without documents."""
     logs = out / "work" / "log"
     read, filtered = _steps(logs / "read", recipe.tasks)[:2]
     left = _steps(logs / "tokens", recipe.tasks)
@@ -40,9 +42,11 @@ def write_account(recipe: CorpusRecipe, out: Path) -> dict[str, Any]:
         "steps": steps,
         "kept": int(left[-1]["total"]),
         "kept_by": {name: _kept_by(name, left[-1]) for name in KEPT_BY},
-        "shards": {path.name: _shard(path) for path in sorted((out / "shards").iterdir()) if path.is_dir()},
+        "shards": {path.parent.name: _shard(path.parent) for path in sorted((out / "shards").glob("*/shards.json"))},
     }
     atomic_write(out / FILE, json.dumps(account, indent=1) + "\n")
+    if not account["kept"]:
+        raise DataError(f"All {account['documents']:,} documents were dropped; {out / FILE} says why.")
     return account
 
 

@@ -432,8 +432,9 @@ def _warc(file: IO[bytes], name: str, limits: LimitConfig, extract: Extract) -> 
 
     wanted = WarcRecordType.response | WarcRecordType.conversion
     html, plain = FileType("html", "web"), FileType("text", "web")
-    room = _room(file, limits)
-    for number, record in enumerate(ArchiveIterator(file, record_types=wanted, parse_http=True), 1):
+    room, number = _room(file, limits), 0
+    records = ArchiveIterator(file, record_types=wanted, parse_http=True, auto_decode="all")
+    for number, record in enumerate(records, 1):
         place = f"{name}:{number}"
         raw = record.reader.read(limits.document_bytes + 1)
         room -= len(raw)
@@ -454,3 +455,5 @@ def _warc(file: IO[bytes], name: str, limits: LimitConfig, extract: Extract) -> 
             yield _document(Text(place, tidy(decode(raw)), "web", "warc", None, more), limits)
         except _Refused as refusal:
             yield Skipped(place, str(refusal))
+    if not number:
+        yield Skipped(name, "empty")

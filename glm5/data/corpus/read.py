@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import resource
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from glm5.data.corpus.plan import planned
 from glm5.data.corpus.samples import Samples
 
 _PR_SET_PDEATHSIG, _SIGKILL = 1, 9
+_START = 300.0  # seconds that the start of a process may take on a busy machine
 
 
 class ReadInputs(PipelineStep):
@@ -65,9 +67,14 @@ class ReadInputs(PipelineStep):
 def sandboxed(stack: ExitStack, limits: LimitConfig) -> Extract:
     """`extract_here` in a process that may take `limits.seconds` and `limits.memory` per document. A document that ends
     it is skipped, and the next one gets a new process."""
-    sandbox = stack.enter_context(ExtractorSandbox(limits.seconds, warmup_text=("", limits.memory)))
+    setup = "", (os.getpid(), limits.memory)
+    sandbox = stack.enter_context(ExtractorSandbox(_START, warmup_text=setup))
 
     def extract(format: str, raw: bytes) -> Extracted | str:
+        if sandbox.process is None:  # a start is not the document's fault, however long it takes
+            sandbox.timeout = _START
+            sandbox.process_document(setup, _in_sandbox)
+            sandbox.timeout = limits.seconds
         try:
             found: Extracted | str = sandbox.process_document((format, raw), _in_sandbox)
         except TimeoutError:
@@ -82,10 +89,13 @@ def sandboxed(stack: ExitStack, limits: LimitConfig) -> Extract:
 
 def _in_sandbox(format: str, content: Any) -> Extracted | str | None:
     if not format:  # the first call sets the process up
+        parent, memory = content
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _SIGKILL)
-        size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (size + content, size + content))
+            if os.getppid() != parent:  # it died before that
+                os._exit(1)
+            memory += int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
         return None
     try:
         return extract_here(format, content)
