@@ -271,3 +271,85 @@ def test_hostile_files_harm_only_themselves(python: Path, tmp_path: Path) -> Non
     assert account["sources"]["s"]["skipped"] == {"link": 1, "special": 1}
     assert account["steps"]["read"]["dropped"] >= 7
     assert account["files"] == 22
+
+
+def test_planted_duplicates_are_found(python: Path, tmp_path: Path) -> None:
+    """MinHash with the default 14 x 8: recall rises with similarity as the formula says, and nothing else is dropped.
+
+    Pairs of 400 words in which a run of words is replaced, so that the Jaccard similarity of their 5-word shingles is
+    (400 - 4 - k - 4) / (400 - 4 + k + 4) for k replaced words.
+    """
+    pairs, root = 60, tmp_path / "s"
+    root.mkdir()
+    similarity = {}
+    for replaced in (10, 40, 140):
+        similarity[replaced] = (396 - replaced - 4) / (396 + replaced + 4)
+        for n in range(pairs):
+            draw = random.Random(1000 * replaced + n)
+            words = [
+                draw.choice(LITTLE if draw.random() < 0.4 else PLAIN) + f"{draw.randrange(300)}" for _ in range(400)
+            ]
+            other = [*words[:100], *(f"x{draw.randrange(10**6)}" for _ in range(replaced)), *words[100 + replaced :]]
+            for name, text in (("a", words), ("b", other)):
+                (root / f"{replaced}-{n:03d}{name}.md").write_text(" ".join(text))
+    path = recipe(tmp_path / "r.toml", root)
+    path.write_text(path.read_text() + "[filters]\nlanguages = []\nlanguage_score = 0.0\nrules = { prose = [] }\n")
+    out = tmp_path / "out"
+    run(python, path, out, "--workers", "2")
+    kept = {known["name"] for _, _, known in documents(out, "prose")}
+    for replaced, s in similarity.items():
+        names = [(f"s/{replaced}-{n:03d}a.md", f"s/{replaced}-{n:03d}b.md") for n in range(pairs)]
+        assert all(a in kept or b in kept for a, b in names)
+        found = sum(not (a in kept and b in kept) for a, b in names) / pairs
+        expected = 1 - (1 - s**8) ** 14
+        deviation = (expected * (1 - expected) / pairs) ** 0.5
+        assert abs(found - expected) <= 4 * deviation + 0.02, (replaced, s, found, expected)
+
+
+def warc(url: str, body: str, kind: str = "response") -> bytes:
+    content = body.encode()
+    if kind == "response":
+        content = b"HTTP/1.1 200 OK\r\nContent-Type: text/html; charset=utf-8\r\n\r\n" + content
+    lines = ["WARC/1.0", f"WARC-Type: {kind}", f"WARC-Target-URI: {url}", "WARC-Date: 2026-01-01T00:00:00Z"]
+    lines += [f"WARC-Record-ID: <urn:uuid:{hashlib.md5(url.encode()).hexdigest()}>"]
+    lines += ["Content-Type: application/http; msgtype=response" if kind == "response" else "Content-Type: text/plain"]
+    return "\r\n".join([*lines, f"Content-Length: {len(content)}", "", ""]).encode() + content + b"\r\n\r\n"
+
+
+def pdf(lines: list[str]) -> bytes:
+    """A PDF of one page with these lines."""
+    shown = "".join(f"({line}) Tj T*\n" for line in lines)
+    stream = f"BT /F1 10 Tf 12 TL 40 780 Td\n{shown}ET"
+    objects = [
+        "<</Type/Catalog/Pages 2 0 R>>",
+        "<</Type/Pages/Kids[3 0 R]/Count 1>>",
+        "<</Type/Page/Parent 2 0 R/MediaBox[0 0 900 800]/Contents 4 0 R/Resources<</Font<</F1 5 0 R>>>>>>",
+        f"<</Length {len(stream)}>>\nstream\n{stream}\nendstream",
+        "<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>",
+    ]
+    out, places = "%PDF-1.4\n", []
+    for number, content in enumerate(objects, 1):
+        places.append(len(out))
+        out += f"{number} 0 obj\n{content}\nendobj\n"
+    table = "".join(f"{place:010d} 00000 n \n" for place in places)
+    end = f"xref\n0 6\n0000000000 65535 f \n{table}trailer\n<</Size 6/Root 1 0 R>>\nstartxref\n{len(out)}\n%%EOF\n"
+    return (out + end).encode()
+
+
+def test_web_archives_pdf_and_tables_are_read(python: Path, tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    root = tmp_path / "s"
+    root.mkdir()
+    records = warc("http://a.example/1", page(prose(1))) + warc("http://a.example/2", page(prose(2)))
+    (root / "crawl.warc.gz").write_bytes(b"".join(gzip.compress(records[: len(records)]) for _ in range(1)))
+    (root / "crawl.warc").write_bytes(warc("http://a.example/3", prose(3), "conversion") + warc("x", "", "request"))
+    (root / "paper.pdf").write_bytes(pdf(prose(4).strip().split("\n")))
+    pyarrow.parquet.write_table(pyarrow.table({"text": [prose(5), None, prose(6)]}), root / "t.parquet")
+    out = tmp_path / "out"
+    account = run(python, recipe(tmp_path / "r.toml", root), out, "--workers", "2")
+    web = {known["url"]: text for _, text, known in documents(out, "web")}
+    assert web == {f"http://a.example/{n}": prose(n).strip() for n in (1, 2, 3)}
+    assert {text for _, text, _ in documents(out, "prose")} == {prose(n).strip() for n in (4, 5, 6)}
+    assert account["steps"]["read"]["reasons"] == {"malformed": 1}
