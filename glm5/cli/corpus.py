@@ -47,6 +47,27 @@ def data_run(
         typer.echo(line)
 
 
+@data_app.command("classifier")
+def data_classifier(recipe: Recipe, out: Out, overrides: Overrides = [], as_json: Json = False) -> None:  # noqa: B006
+    """Train a classifier of texts for quality buckets, and print its precision and recall on held-out texts."""
+    from glm5.config.corpus import ClassifierRecipe
+    from glm5.config.load import load_recipe
+    from glm5.data.corpus.labelled import train_classifier
+    from glm5.obs.progress import QuietConsole
+
+    checked = load_recipe(recipe, ClassifierRecipe, overrides)
+    with QuietConsole().status("starting") as status:
+        facts = train_classifier(checked, out, progress=status.update)
+    if as_json:
+        show(facts, True)
+        return
+    held_out = facts["held_out"]
+    for name in ("precision", "recall"):
+        low, high = facts["intervals"][name]
+        typer.echo(f"{name} {held_out[name]:.1%} ({low:.1%} to {high:.1%})")
+    typer.echo(f"area {held_out['area']:.4f}, {facts['texts']['held_out']:,} held-out texts; wrote {out}")
+
+
 @data_app.command("report")
 def data_report(
     corpus: Annotated[Path, typer.Argument(help="A folder that `glm5 data run` made.")],

@@ -6,6 +6,7 @@ The recipe and its inputs decide the result. Processes, executor and machine are
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -65,6 +66,42 @@ class FilterConfig(Frozen):
         return self
 
 
+class BucketConfig(Frozen):
+    """Documents with at least this score, and how often training should see them (§2.2 of GLM-4.5: more than 3.2 epochs
+    of the best)."""
+
+    name: str
+    at_least: float = Field(ge=0, le=1)
+    epochs: float = Field(1.0, gt=0)
+
+    @field_validator("name")
+    @classmethod
+    def _is_plain(cls, name: str) -> str:
+        return _plain_name("bucket", name)
+
+
+class QualityConfig(Frozen):
+    """Quality buckets by a classifier of `glm5 data classifier`. Each bucket gets its own shard, `KIND-BUCKET`."""
+
+    classifier: str
+    """Folder of the classifier."""
+    kinds: list[Kind] = ["web", "prose"]
+    buckets: list[BucketConfig] = Field(min_length=1)
+    """From the best to the worst. A score below the last one drops the document."""
+    knowledge: str | None = None
+    """A second classifier, for knowledge of the world: it keeps a document of low quality in the last bucket."""
+    knowledge_at_least: float = Field(0.8, ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _fall(self) -> Self:
+        scores = [bucket.at_least for bucket in self.buckets]
+        if any(low >= high for high, low in pairwise(scores)):
+            raise ValueError(f"the buckets' scores must fall from one to the next, not {scores}")
+        if len({bucket.name for bucket in self.buckets}) < len(self.buckets):
+            raise ValueError("two buckets have the same name")
+        return self
+
+
 class DedupConfig(Frozen):
     """Deduplication over all sources: exact copies first, then near-duplicates by MinHash."""
 
@@ -93,6 +130,20 @@ class LimitConfig(Frozen):
     """Bytes of memory for that."""
 
 
+class ClassifierRecipe(Frozen):
+    """What `glm5 data classifier` trains: the probability that a text is like the positive sources."""
+
+    name: str
+    seed: int = 0
+    positive: list[SourceConfig] = Field(min_length=1)
+    negative: list[SourceConfig] = Field(min_length=1)
+    characters: int = Field(2000, ge=1)
+    """Of each text the first so many count, so that length decides nothing."""
+    shortest: int = Field(200, ge=0)
+    """Shorter texts are left out."""
+    limits: LimitConfig = LimitConfig()
+
+
 class CorpusRecipe(Frozen):
     """What `glm5 data run` makes: token shards per kind of document under `shards/`, a manifest and a report."""
 
@@ -105,6 +156,7 @@ class CorpusRecipe(Frozen):
     """Tokenizer or checkpoint directory; None: bytes."""
     sources: list[SourceConfig] = Field(min_length=1)
     filters: FilterConfig = FilterConfig()
+    quality: QualityConfig | None = None
     dedup: DedupConfig = DedupConfig()
     limits: LimitConfig = LimitConfig()
     samples: int = Field(5, ge=0)

@@ -82,13 +82,18 @@ _TABLES = (
     ("Licenses", "license", "license"),
     ("Formats", "format", "format"),
     ("Lengths", "characters", "length"),
+    ("Quality scores", "from", "quality"),
 )
 
 
 def bars(title: str, heading: str, counts: Mapping[str, int]) -> Bars:
     """The largest counts as a table; the rest is one row. Lengths stay in their order."""
     total, largest = sum(counts.values()), max(counts.values(), default=1)
-    rows = list(counts.items()) if title == "Lengths" else sorted(counts.items(), key=lambda row: (-row[1], row[0]))
+    rows = (
+        list(counts.items())
+        if title in ("Lengths", "Quality scores")
+        else sorted(counts.items(), key=lambda row: (-row[1], row[0]))
+    )
     if len(rows) > _MOST_ROWS:
         rows = [*rows[:_MOST_ROWS], (f"{len(rows) - _MOST_ROWS} others", sum(n for _, n in rows[_MOST_ROWS:]))]
     return Bars(title, heading, [(name, n, 100 * n / total, min(100.0, 100 * n / largest)) for name, n in rows])

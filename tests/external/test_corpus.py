@@ -88,13 +88,13 @@ def command(python: Path, path: Path, out: Path, *more: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": python_path(), "HF_HUB_OFFLINE": "1"}
+    return os.environ | {"PYTHONPATH": python_path(), "HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
 def run(python: Path, path: Path, out: Path, *more: str, code: int = 0) -> dict[str, Any]:
     """The account that the command prints, or {"error": its stderr}."""
     done = subprocess.run(
-        command(python, path, out, *more), capture_output=True, text=True, timeout=300, env=environment()
+        command(python, path, out, *more), capture_output=True, text=True, timeout=600, env=environment()
     )
     assert done.returncode == code, done.stderr[-3000:]
     account: dict[str, Any] = json.loads(done.stdout) if code == 0 else {"error": done.stderr}
@@ -171,6 +171,13 @@ def test_workers_change_nothing(whole: tuple[Path, dict[str, Any]], python: Path
     assert shards(tmp_path / "out") == shards(whole[0])
     assert account == whole[1]
     assert (tmp_path / "out" / "corpus.json").read_bytes() == (whole[0] / "corpus.json").read_bytes()
+
+
+def test_a_ray_cluster_makes_the_same_shards(whole: tuple[Path, dict[str, Any]], source: Path, tmp_path: Path) -> None:
+    python = interpreter("datatrove", "ray==2.60.0", ours=True)
+    account = run(python, recipe(tmp_path / "r.toml", source), tmp_path / "out", "--executor", "ray", "--workers", "2")
+    assert shards(tmp_path / "out") == shards(whole[0])
+    assert account == whole[1]
 
 
 def test_a_run_killed_five_times_ends_with_the_same_shards(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def write_account(recipe: CorpusRecipe, out: Path) -> dict[str, Any]:
     dropping = {"read": read, "filter": filtered}
     dropping |= dict(zip([name for name in STEPS[2:] if getattr(recipe.dedup, name)], left[1:-1], strict=True))
     steps = {name: _dropped(counts) for name, counts in dropping.items()}
-    account = {
+    account: dict[str, Any] = {
         "name": recipe.name,
         "packages": {name: _version(name) for name in PACKAGES},
         "sources": dict(source_counts(out)),
@@ -43,7 +44,9 @@ def write_account(recipe: CorpusRecipe, out: Path) -> dict[str, Any]:
         "kept": int(left[-1]["total"]),
         "kept_by": {name: _kept_by(name, left[-1]) for name in KEPT_BY},
         "shards": {path.parent.name: _shard(path.parent) for path in sorted((out / "shards").glob("*/shards.json"))},
+        "weights": {},
     }
+    account["weights"] = _weights(recipe, account["shards"])
     atomic_write(out / FILE, json.dumps(account, indent=1) + "\n")
     if not account["kept"]:
         raise DataError(f"All {account['documents']:,} documents were dropped; {out / FILE} says why.")
@@ -75,6 +78,12 @@ def _kept_by(name: str, counts: Counter[str]) -> dict[str, int]:
     """Kept documents by a property; lengths ascend, the rest is alphabetic."""
     found = {key.partition(":")[2]: int(n) for key, n in counts.items() if key.startswith(f"{name}:")}
     return dict(sorted(found.items(), key=lambda item: (len(item[0]), item[0]) if name == "length" else (0, item[0])))
+
+
+def _weights(recipe: CorpusRecipe, shards: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """`corpus.weights` of a training stage that sees each bucket as often as it should: tokens times epochs."""
+    epochs = {bucket.name: bucket.epochs for bucket in recipe.quality.buckets} if recipe.quality else {}
+    return {name: shard["train_tokens"] * epochs.get(name.partition("-")[2], 1.0) for name, shard in shards.items()}
 
 
 def _shard(folder: Path) -> dict[str, Any]:

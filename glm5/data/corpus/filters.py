@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from datatrove.data import Document
@@ -18,7 +19,8 @@ from datatrove.pipeline.filters.gopher_quality_filter import GopherQualityFilter
 from datatrove.pipeline.filters.gopher_repetition_filter import GopherRepetitionFilter
 from datatrove.utils.word_tokenizers import WordTokenizer
 
-from glm5.config.corpus import FilterConfig
+from glm5.config.corpus import FilterConfig, QualityConfig
+from glm5.data.corpus.classifier import Classifier
 from glm5.data.corpus.language import Identify
 from glm5.data.corpus.samples import Samples
 from glm5.data.dedup import UNSPACED
@@ -100,14 +102,48 @@ def rule_set(name: str, options: dict[str, Any]) -> BaseFilter:
         raise ConfigError(f"filters.options.{name}: {str(error).partition(') ')[2] or error}.") from None
 
 
+class Quality:
+    """Sorts documents into quality buckets. Each process loads the classifiers at its first document."""
+
+    def __init__(self, config: QualityConfig) -> None:
+        self.config = config
+        self._models: dict[str, Classifier] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"config": self.config, "_models": {}}
+
+    def check(self) -> None:
+        """Raise DataError now for a classifier that is missing or damaged."""
+        for folder in filter(None, (self.config.classifier, self.config.knowledge)):
+            self._model(folder)
+
+    def bucket(self, document: Document) -> str | None:
+        """The document's bucket; None if it is below all. Its scores become metadata."""
+        config, known = self.config, document.metadata
+        known["quality"] = round(self._model(config.classifier)(document.text), 4)
+        for bucket in config.buckets:
+            if known["quality"] >= bucket.at_least:
+                return bucket.name
+        if config.knowledge is None:
+            return None
+        known["knowledge"] = round(self._model(config.knowledge)(document.text), 4)
+        return config.buckets[-1].name if known["knowledge"] >= config.knowledge_at_least else None
+
+    def _model(self, folder: str) -> Classifier:
+        if folder not in self._models:
+            self._models[folder] = Classifier.load(Path(folder))
+        return self._models[folder]
+
+
 class Filter(PipelineStep):
-    """Language, then the rule sets of a document's kind; drops are counted as `dropped_RULESET_REASON`."""
+    """Language, the rule sets of a document's kind, its quality; drops are counted as `dropped_RULESET_REASON`."""
 
     type = "filter"
     name = "language and rules"
 
-    def __init__(self, config: FilterConfig, samples: Samples) -> None:
+    def __init__(self, config: FilterConfig, quality: QualityConfig | None, samples: Samples) -> None:
         super().__init__()
+        self.quality = None if quality is None else Quality(quality)
         self.config, self.samples = config, samples
         self.rules = {
             kind: [(name, rule_set(name, config.options.get(name, {}))) for name in names]
@@ -145,4 +181,9 @@ class Filter(PipelineStep):
                 return f"{name}_{why or 'rule'}"
             if not document.text:
                 return f"{name}_empty"
+        if self.quality is not None and kind in self.quality.config.kinds:
+            bucket = self.quality.bucket(document)
+            if bucket is None:
+                return "quality"
+            document.metadata["bucket"] = bucket
         return None

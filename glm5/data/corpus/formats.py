@@ -13,6 +13,7 @@ import json
 import lzma
 import os
 import re
+import string
 import tarfile
 import unicodedata
 import zipfile
@@ -47,6 +48,10 @@ REASONS = {
 
 _MOST_STRAY = 0.3  # share of non-ASCII bytes in Latin text without declared encoding
 _MEMORY_OF_XZ = 256 << 20
+_MOST_DICTIONARY = 256 << 20
+_BASE64 = {
+    char: value for value, char in enumerate(string.ascii_uppercase + string.ascii_lowercase + string.digits + "+/")
+}
 _CONTROLS = re.compile(r"[\x01-\x08\x0b\x0e-\x1f\x7f]")
 
 
@@ -98,6 +103,10 @@ def texts(path: Path, name: str, limits: LimitConfig, field: str, extract: Extra
         elif kind.format == "warc":
             with _opened(path, limits.input_bytes) as file:
                 yield from _warc(file, name, limits, extract)
+        elif kind.format == "dictionary":
+            with _opened(path, limits.input_bytes) as file:
+                content = _Bounded(_decompressed(file, kind.compression), _room(file, limits), _MOST_DICTIONARY).rest()
+            yield from _dictionary(path, content, name, limits)
         elif kind.format in ("jsonl", "archive"):
             with _opened(path, limits.input_bytes) as file:
                 yield from _container(file, kind, name, limits, field, extract)
@@ -131,7 +140,7 @@ def _room(file: IO[bytes], limits: LimitConfig) -> int:
 
 
 def _decompressed(file: IO[bytes], compression: str) -> IO[bytes]:
-    if compression == ".gz":
+    if compression in (".gz", ".dz"):
         return cast(IO[bytes], gzip.GzipFile(fileobj=file))
     if compression == ".bz2":
         return cast(IO[bytes], bz2.BZ2File(file))
@@ -379,7 +388,7 @@ def _members(members: Iterator[Member], name: str, limits: LimitConfig, extract:
             continue
         if raw is None:
             yield Skipped(place, "too_large")
-        elif kind.format in ("archive", "warc", "jsonl", "parquet"):
+        elif kind.format in ("archive", "warc", "jsonl", "parquet", "dictionary"):
             yield Skipped(place, "nested")
         elif raw:
             stream = _decompressed(io.BytesIO(raw), kind.compression)
@@ -409,6 +418,40 @@ def _jsonl(stream: _Bounded, name: str, limits: LimitConfig, field: str) -> Iter
             continue
         known = {key: record[key][:500] for key in ("url", "license", "path") if isinstance(record.get(key), str)}
         yield _document(Text(place, tidy(text), "prose", "jsonl", None, known), limits)
+
+
+def _dictionary(path: Path, content: bytes, name: str, limits: LimitConfig) -> Iterator[Found]:
+    """Entries of a dictionary in the format of dictd: the index beside it has headword, start and length per line."""
+    try:
+        with _opened(path.with_name(path.name.partition(".dict")[0] + ".index"), limits.input_bytes) as file:
+            lines = file.read().decode("utf-8", "replace").splitlines()
+    except _Refused:
+        yield Skipped(name, "damaged")
+        return
+    spans = dict[tuple[int, int], str]()
+    for line in lines:
+        headword, *numbers = line.split("\t")
+        if (
+            len(numbers) == 2
+            and not headword.startswith("00database")
+            and all(set(n) <= _BASE64.keys() for n in numbers)
+        ):
+            spans.setdefault((_number(numbers[0]), _number(numbers[1])), headword)
+    for (start, length), headword in sorted(spans.items()):
+        place, raw = f"{name}:{headword[:100]}", content[start : start + length]
+        try:
+            yield _document(
+                Text(place, tidy(decode(raw)), "prose", "dictionary", None, {"title": headword[:200]}), limits
+            )
+        except _Refused as refusal:
+            yield Skipped(place, str(refusal))
+
+
+def _number(digits: str) -> int:
+    value = 0
+    for digit in digits[:10]:
+        value = 64 * value + _BASE64[digit]
+    return value
 
 
 def _parquet(path: Path, name: str, limits: LimitConfig, field: str) -> Iterator[Found]:

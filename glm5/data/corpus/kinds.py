@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 
 from glm5.config.corpus import Kind
 
-COMPRESSIONS = (".gz", ".bz2", ".xz")
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".dz")
 ARCHIVES = (".tar", ".tgz", ".tbz2", ".txz", ".zip", ".whl")
 RECORDS = (".jsonl", ".ndjson", ".parquet")
 
@@ -68,8 +68,8 @@ _BY_NAME = {"makefile": "Makefile", "gnumakefile": "Makefile", "cmakelists.txt":
 
 @dataclass(frozen=True)
 class FileType:
-    """`format` is html, text, pdf, warc, jsonl, parquet or archive; `compression` one of COMPRESSIONS or empty; `code`
-    the programming language of source code. `kind` is None for archives: each file in one has its own."""
+    """`format` is html, text, pdf, warc, jsonl, parquet, dictionary or archive; `compression` one of COMPRESSIONS or
+    empty; `code` the programming language of source code. `kind` is None for archives: each file in one has its own."""
 
     format: str
     kind: Kind | None
@@ -85,6 +85,8 @@ def file_type(path: str) -> FileType | None:
     suffix = PurePosixPath(name).suffix
     if suffix in ARCHIVES:
         return FileType("archive", None, compression)
+    if suffix == ".dict":
+        return FileType("dictionary", "prose", compression) if compression in ("", ".dz") else None
     if suffix == ".warc":
         return FileType("warc", "web", compression)
     if compression == ".gz" or not compression:

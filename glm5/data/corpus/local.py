@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from datatrove.executor.local import LocalPipelineExecutor
-from datatrove.utils.logging import logger
 
 from glm5.errors import CheckpointError, DataError, Glm5Error
 from glm5.process import safe_path
@@ -58,7 +57,6 @@ def worker_pool(workers: int, folder: Path) -> Iterator[ProcessPoolExecutor]:
     lock = folder / "workers.lock"
     _wait_for_others(lock)
     safe_path()
-    logger.remove()
     others = set(multiprocessing.active_children())
     spawn = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, spawn, _start_worker, (str(lock),))

@@ -45,20 +45,25 @@ class Input:
             )
 
 
+def list_inputs(source: SourceConfig) -> tuple[list[Input], Counter[str]]:
+    """The files of a source in order, and those that are not read, counted by reason. Raises DataError for a source
+    that does not exist or contains no file to read."""
+    skipped: Counter[str] = Counter()
+    found = list(_inputs(source, skipped))
+    if not found:
+        left_out = ", ".join(f"{count:,} {reason}" for reason, count in sorted(skipped.items()))
+        why = f" ({left_out})" if left_out else ""
+        raise DataError(f'The source "{source.name}" ({source.path}) has no file to read{why}.')
+    return found, skipped
+
+
 def make_plan(recipe: CorpusRecipe, out: Path) -> None:
     """Write `out/plan`: one list of inputs per part, and counts per source. Raises DataError for a source that does not
     exist or contains no file to read."""
     inputs: list[Input] = []
     account: dict[str, dict[str, object]] = {}
     for source in recipe.sources:
-        skipped: Counter[str] = Counter()
-        found = list(_inputs(source, skipped))
-        if not found:
-            left_out = ", ".join(f"{count:,} {reason}" for reason, count in sorted(skipped.items()))
-            raise DataError(
-                f'The source "{source.name}" ({source.path}) has no file to read'
-                + (f" ({left_out})." if left_out else ".")
-            )
+        found, skipped = list_inputs(source)
         account[source.name] = {
             "files": len(found),
             "bytes": sum(one.bytes for one in found),

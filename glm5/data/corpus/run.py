@@ -72,6 +72,10 @@ def run_corpus(
         recover_dir(out / PLAN)
         if not (out / PLAN).exists():
             make_plan(recipe, out)
+        if recipe.quality is not None:
+            from glm5.data.corpus.filters import Quality
+
+            Quality(recipe.quality).check()
         _run_stages(recipe, out, executor, workers or _cores(), progress)
         return write_account(recipe, out)
 
@@ -90,9 +94,12 @@ def _same_recipe(recipe: CorpusRecipe, out: Path) -> None:
 def _run_stages(
     recipe: CorpusRecipe, out: Path, executor: ExecutorName, workers: int, progress: Callable[[Progress], None]
 ) -> None:
+    from datatrove.utils.logging import logger
+
     from glm5.data.corpus.local import PoolExecutor, worker_pool
     from glm5.data.corpus.stages import stages
 
+    logger.remove()  # each part has a log of its own
     with ExitStack() as stack:
         pool = stack.enter_context(worker_pool(workers, out / "work")) if executor == "local" else None
         for stage in stages(recipe, out):

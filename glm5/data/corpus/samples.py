@@ -14,8 +14,9 @@ from glm5.files import read_rows
 
 _MOST_TEXT = 1500
 _MOST_READ = 10_000
-KEPT_BY = ("source", "kind", "format", "language", "code", "license", "length")
-"""Properties by which kept documents are counted; `length` is the next power of ten of characters."""
+KEPT_BY = ("source", "kind", "format", "language", "code", "license", "length", "quality")
+"""Properties by which kept documents are counted; `length` is the next power of ten of
+characters, `quality` a tenth of the scores."""
 
 
 class PartSamples:

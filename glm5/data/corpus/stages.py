@@ -114,7 +114,7 @@ def stages(recipe: CorpusRecipe, out: Path) -> list[Stage]:
 
     read = [
         ReadInputs(out, recipe.sources, recipe.limits, samples),
-        Filter(recipe.filters, samples),
+        Filter(recipe.filters, recipe.quality, samples),
         PartWriter(folder("documents"), compression="gzip"),
     ]
     found = [Stage("read", read, tasks)]

@@ -19,7 +19,7 @@ from glm5.data.documents import Document as Named
 from glm5.data.shards import SPLITS, SplitWriter, encode_documents, id_dtype, open_split, publish_shards
 
 _BATCH = 1 << 20  # characters
-KEPT = ("source", "kind", "format", "code", "license", "language", "url")
+KEPT = ("source", "kind", "format", "code", "license", "language", "url", "quality", "knowledge")
 """What the shards' `.documents` files say of every document, beside its name and the SHA-256 of its text."""
 
 
@@ -29,7 +29,7 @@ def load_tokenizer(path: str | None) -> Tokenizer:
 
 
 class WriteTokens(PipelineStep):
-    """Token files of a part: `FOLDER/PART/KIND/SPLIT.*`, as in a shard folder, with one line of JSON per document."""
+    """Token files of a part: `FOLDER/PART/SHARD/SPLIT.*`, as in a shard folder, with one line of JSON per document."""
 
     type = "write"
     name = "tokens"
@@ -52,6 +52,8 @@ class WriteTokens(PipelineStep):
                 self.stat_update("total", "forwarded")
                 self.stat_update("characters", value=len(document.text))
                 known = document.metadata | {"length": f"below {10 ** len(str(len(document.text))):,}"}
+                if "quality" in known:
+                    known["quality"] = f"{min(9, int(10 * known['quality'])) / 10:.1f}"
                 self.stat_update(*(f"{name}:{known[name] or 'unknown'}" for name in KEPT_BY if name in known))
                 samples.add(document.metadata["kind"], document.id, document.text, source=document.metadata["source"])
                 batch.append(document)
@@ -71,10 +73,11 @@ class _PartWriter:
         encoded = encode_documents([document.text for document in documents], self._tokenizer)
         for document, ids in zip(documents, encoded, strict=True):
             split = SPLITS[int(Named(document.id, "").held_out)]
-            writer, lines = self._of(document.metadata["kind"], split)
+            bucket = document.metadata.get("bucket")
+            writer, lines = self._of(document.metadata["kind"] + (f"-{bucket}" if bucket else ""), split)
             text = document.text.encode()
             writer.append(ids, len(text), document.id)
-            known = {key: value for key in KEPT if (value := document.metadata.get(key))}
+            known = {key: value for key in KEPT if (value := document.metadata.get(key)) not in (None, "")}
             known["sha256"] = hashlib.sha256(text).hexdigest()
             lines.write(json.dumps({"name": document.id, **known}) + "\n")
 
@@ -91,7 +94,7 @@ class _PartWriter:
 
 
 class MergeTokens(PipelineStep):
-    """Shard folders, one per kind of document, from the token files of all parts in their order."""
+    """Shard folders, one per kind of document and quality bucket, from the token files of all parts in their order."""
 
     type = "write"
     name = "shards"
