@@ -81,6 +81,9 @@ def data_report(
 def summary(account: dict[str, Any]) -> list[str]:
     """The account in a few lines."""
     lines = [f"{account['documents']:,} documents from {account['files']:,} files, {account['bytes'] / 1e6:,.1f} MB"]
+    if account["joined"]["files"]:
+        joined = account["joined"]
+        lines.append(f"{joined['files']:,} source files joined to {joined['documents']:,} documents by repository")
     for name, step in account["steps"].items():
         worst = ", ".join(f"{reason} {count:,}" for reason, count in list(step["reasons"].items())[:5])
         lines.append(f"{name}: {step['dropped']:,} of {step['documents']:,} dropped" + (f" ({worst})" if worst else ""))

@@ -32,6 +32,9 @@ class SourceConfig(Frozen):
     include: list[str] = []
     """Patterns of paths below the folder, such as `*.html`; empty: all."""
     exclude: list[str] = []
+    repositories: bool = False
+    """Each folder at the top is a repository: its source files become one document (or several, by their limit), in the
+    order of their imports."""
     field: str = "text"
     """Field of JSONL records and column of parquet rows with the text."""
 
@@ -48,6 +51,8 @@ class FilterConfig(Frozen):
     """ISO 639-1 codes of web pages and prose; empty: all."""
     language_score: float = Field(0.5, ge=0, le=1)
     """Least probability of the best language."""
+    licenses: list[str] = []
+    """SPDX names that code must have, or "permissive" for a list of them; empty: any, also none."""
     rules: dict[Kind, list[str]] = {
         "web": ["gopher_repetition", "gopher_quality", "c4", "fineweb"],
         "prose": ["gopher_repetition", "gopher_quality"],
@@ -118,6 +123,8 @@ class LimitConfig(Frozen):
 
     document_bytes: int = Field(4 << 20, ge=1)
     """UTF-8 length of one document, and bytes of one HTML page or text file before extraction."""
+    repository_characters: int = Field(200_000, ge=1)
+    """Characters of one document of several source files."""
     input_bytes: int = Field(4 << 30, ge=1)
     """Bytes of one archive, PDF, WARC, JSONL or parquet file."""
     expansion: int = Field(200, ge=1)

@@ -15,9 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from glm5.chat.tokenizer import Tokenizer
+from glm5.data.corpus.classifier import Classifier
+from glm5.data.corpus.formats import tidy
 from glm5.data.shards import open_shard
 from glm5.process import python_path
 from tests.external.environments import interpreter
@@ -360,3 +363,68 @@ def test_web_archives_pdf_and_tables_are_read(python: Path, tmp_path: Path) -> N
     assert web == {f"http://a.example/{n}": prose(n).strip() for n in (1, 2, 3)}
     assert {text for _, text, _ in documents(out, "prose")} == {prose(n).strip() for n in (4, 5, 6)}
     assert account["steps"]["read"]["reasons"] == {"malformed": 1}
+
+
+def test_code_is_joined_by_repository_and_filtered_by_license(python: Path, tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    body = "".join(f"def f{k}(x):\n    return x + {k}\n\n\n" for k in range(9))
+    for name, text in {
+        "a/LICENSE": "Permission is hereby granted, free of charge, to any person obtaining a copy of this software.\n",
+        "a/x.py": f"from y import f1\n{body}",
+        "a/y.py": body,
+        "a/packed.js": "x=1;" * 2000,
+        "a/other.c": "/* SPDX-License-Identifier: GPL-2.0-only */\n" + "int value(void) { return 5; }\n" * 9,
+        "a/README.md": prose(1),
+        "b/z.py": body + "\nlast = 5\n",
+        "b/COPYING": "GNU GENERAL PUBLIC LICENSE\nVersion 3, 29 June 2007\n",
+    }.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    path = recipe(tmp_path / "r.toml", root)
+    text = path.read_text().replace('license = "MIT"', "repositories = true")
+    path.write_text(text + '[filters]\nlicenses = ["permissive"]\n')
+    account = run(python, path, tmp_path / "out")
+    [(_, text, known)] = documents(tmp_path / "out", "code")
+    assert text == f"# y.py\n{body.strip()}\n\n# x.py\nfrom y import f1\n{body.strip()}\n"
+    assert (known["name"], known["license"], known["files"]) == ("s/a#1", "MIT", 2)
+    assert account["steps"]["read"]["reasons"] == {"license": 2, "code_average_line": 1}
+    assert account["joined"] == {"files": 2, "documents": 1}
+    assert [known["license"] for _, _, known in documents(tmp_path / "out", "prose")] == ["MIT"]
+
+
+def test_quality_buckets(python: Path, tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    root.mkdir()
+    marks = {"good": "theorem", "middling": "diary", "bad": "lottery"}
+    for n in range(30):
+        for name, mark in marks.items():
+            (root / f"{name}{n}.md").write_text(
+                f"{prose(n, 20)}\nThis is about the {mark} {name} of {n}.\n" + prose(900 + n, 5)
+            )
+    labels = [f"{mark} {name} of {n}" for n in range(60) for name, mark in marks.items()]
+    for folder, wanted in (("quality", ("good",)), ("knowledge", ("good", "middling"))):
+        model = Classifier.train(labels, [any(f" {one} " in text for one in wanted) for text in labels])
+        model.save(tmp_path / folder, {})
+    high, low = (Classifier.load(tmp_path / folder) for folder in ("quality", "knowledge"))
+    texts = {path.name: tidy(path.read_text()) for path in root.iterdir()}
+    scores = {name: (high(text), low(text)) for name, text in texts.items()}
+    bound = float(np.median([score for score, _ in scores.values()]))
+    knowing = float(np.median([score for _, score in scores.values()]))
+    path = recipe(tmp_path / "r.toml", root)
+    path.write_text(
+        path.read_text() + f'[quality]\nclassifier = "{tmp_path / "quality"}"\nknowledge = "{tmp_path / "knowledge"}"\n'
+        f'knowledge_at_least = {knowing}\n[[quality.buckets]]\nname = "high"\nat_least = {bound}\nepochs = 3.2\n'
+        f'[[quality.buckets]]\nname = "low"\nat_least = {bound * 0.999999}\n[dedup]\nminhash = false\nexact = false\n'
+    )
+    account = run(python, path, tmp_path / "out")
+    found = {
+        known["name"][2:]: bucket
+        for bucket in ("high", "low")
+        for _, _, known in documents(tmp_path / "out", f"prose-{bucket}")
+    }
+    for name, (quality, knowledge) in scores.items():
+        if min(abs(quality - bound), abs(knowledge - knowing)) > 1e-3:
+            assert found.get(name) == ("high" if quality > bound else "low" if knowledge > knowing else None)
+    assert account["steps"]["filter"]["reasons"]["quality"] == 90 - len(found)
+    tokens = {name: shard["train_tokens"] for name, shard in account["shards"].items()}
+    assert account["weights"] == {"prose-high": tokens["prose-high"] * 3.2, "prose-low": tokens["prose-low"]}

@@ -33,6 +33,7 @@ def write_account(recipe: CorpusRecipe, out: Path) -> dict[str, Any]:
     dropping = {"read": read, "filter": filtered}
     dropping |= dict(zip([name for name in STEPS[2:] if getattr(recipe.dedup, name)], left[1:-1], strict=True))
     steps = {name: _dropped(counts) for name, counts in dropping.items()}
+    joined = {"files": int(read["joined"]), "documents": int(read["joined_documents"])}
     account: dict[str, Any] = {
         "name": recipe.name,
         "packages": {name: _version(name) for name in PACKAGES},
@@ -40,6 +41,7 @@ def write_account(recipe: CorpusRecipe, out: Path) -> dict[str, Any]:
         "files": int(read["files"]),
         "bytes": int(read["bytes"]),
         "documents": int(read["total"]),
+        "joined": joined,
         "steps": steps,
         "kept": int(left[-1]["total"]),
         "kept_by": {name: _kept_by(name, left[-1]) for name in KEPT_BY},

@@ -146,9 +146,9 @@ class Filter(PipelineStep):
         self.quality = None if quality is None else Quality(quality)
         self.config, self.samples = config, samples
         self.rules = {
-            kind: [(name, rule_set(name, config.options.get(name, {}))) for name in names]
+            kind: [(name, rule_set(name, config.options.get(name, {}))) for name in names if name != "code"]
             for kind, names in config.rules.items()
-        }
+        }  # the rules for code have seen every file already
         self.identify = Identify()
 
     def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:

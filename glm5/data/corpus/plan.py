@@ -9,12 +9,15 @@ import stat
 import sysconfig
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from glm5.config.corpus import CorpusRecipe, SourceConfig
 from glm5.data.corpus.kinds import file_type
+from glm5.data.corpus.licenses import Licenses
 from glm5.errors import DataError
 from glm5.files import publish_dir, read_rows
 
@@ -24,16 +27,23 @@ PLAN = "plan"
 
 @dataclass(frozen=True)
 class Input:
-    """A file to read: source, path, and its name in the corpus. Size and time tell whether it has changed since."""
+    """A file to read: source, path, its name in the corpus and its license. Size and time tell whether it has changed
+    since. A repository has `members`, its files."""
 
     source: str
     path: str
     name: str
     bytes: int
     mtime_ns: int
+    license: str = ""
+    members: tuple[Input, ...] = ()
 
     def check(self) -> None:
         """Raise DataError for a file that is not the planned one."""
+        for member in self.members:
+            member.check()
+        if self.members:
+            return
         try:
             status = os.stat(self.path)
         except OSError:
@@ -50,6 +60,8 @@ def list_inputs(source: SourceConfig) -> tuple[list[Input], Counter[str]]:
     that does not exist or contains no file to read."""
     skipped: Counter[str] = Counter()
     found = list(_inputs(source, skipped))
+    if source.repositories:
+        found = _by_repository(found)
     if not found:
         left_out = ", ".join(f"{count:,} {reason}" for reason, count in sorted(skipped.items()))
         why = f" ({left_out})" if left_out else ""
@@ -65,7 +77,7 @@ def make_plan(recipe: CorpusRecipe, out: Path) -> None:
     for source in recipe.sources:
         found, skipped = list_inputs(source)
         account[source.name] = {
-            "files": len(found),
+            "files": sum(len(one.members) or 1 for one in found),
             "bytes": sum(one.bytes for one in found),
             "skipped": dict(sorted(skipped.items())),
         }
@@ -79,7 +91,11 @@ def make_plan(recipe: CorpusRecipe, out: Path) -> None:
 
 def planned(out: Path, part: int) -> list[Input]:
     """The inputs of one part."""
-    return [Input(**row) for row in read_rows(out / PLAN / f"{part:05d}.jsonl")]
+    return [_from_row(row) for row in read_rows(out / PLAN / f"{part:05d}.jsonl")]
+
+
+def _from_row(row: dict[str, Any]) -> Input:
+    return Input(**row | {"members": tuple(map(_from_row, row["members"]))})
 
 
 def source_counts(out: Path) -> Mapping[str, dict[str, object]]:
@@ -109,11 +125,12 @@ def _root(path: str) -> Path:
 def _inputs(source: SourceConfig, skipped: Counter[str]) -> Iterator[Input]:
     root = _root(source.path).resolve()
     if root.is_file():
-        yield _input(source.name, root, root.name, root.stat())
+        yield replace(_input(source.name, root, root.name, root.stat()), license=source.license or "")
         return
     if not root.is_dir():
         raise DataError(f'The source "{source.name}" is neither a file nor a folder: {source.path}.')
     inside_python = {"site-packages", "dist-packages", "test", "idle_test"} if source.path == "stdlib" else set()
+    licenses = Licenses(root)
     for path, name, status in _walk(root, _NO_CODE | inside_python, skipped):
         if not _wanted(name, source):
             continue
@@ -122,7 +139,22 @@ def _inputs(source: SourceConfig, skipped: Counter[str]) -> Iterator[Input]:
         elif not status.st_size:
             skipped["empty"] += 1
         else:
-            yield _input(source.name, path, name, status)
+            yield replace(_input(source.name, path, name, status), license=licenses.of(name) or source.license or "")
+
+
+def _by_repository(inputs: list[Input]) -> list[Input]:
+    """One input per top folder of the source; files beside the folders stay as they are."""
+    found: list[Input] = []
+    for top, members in groupby(inputs, lambda one: one.name.split("/", 2)[1] if one.name.count("/") > 1 else ""):
+        if not top:
+            found += members
+            continue
+        mine = tuple(members)
+        first = mine[0]
+        found.append(
+            Input(first.source, "", f"{first.source}/{top}", sum(one.bytes for one in mine), 0, first.license, mine)
+        )
+    return found
 
 
 def _input(source: str, path: Path, name: str, status: os.stat_result) -> Input:

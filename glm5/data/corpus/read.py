@@ -6,8 +6,10 @@ import ctypes
 import os
 import resource
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,12 @@ from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.extractors.base import ExtractorSandbox
 
-from glm5.config.corpus import LimitConfig, SourceConfig
-from glm5.data.corpus.formats import Extract, Extracted, Skipped, extract_here, texts
-from glm5.data.corpus.plan import planned
+from glm5.config.corpus import FilterConfig, LimitConfig, SourceConfig
+from glm5.data.corpus.filters import rule_set
+from glm5.data.corpus.formats import Extract, Extracted, Found, Skipped, Text, extract_here, texts
+from glm5.data.corpus.licenses import allowed, tagged
+from glm5.data.corpus.plan import Input, planned
+from glm5.data.corpus.repository import concatenated
 from glm5.data.corpus.samples import Samples
 
 _PR_SET_PDEATHSIG, _SIGKILL = 1, 9
@@ -25,18 +30,20 @@ _START = 300.0  # seconds that the start of a process may take on a busy machine
 
 
 class ReadInputs(PipelineStep):
-    """Yields the documents of a part, with source, kind, format and license as metadata.
-    What is skipped is counted as `skipped_REASON`."""
+    """Yields the documents of a part, with source, kind, format and license as metadata. What is not used is counted as
+    `dropped_REASON`: files that cannot be read, and source code by its license and by the rules for code, so that one
+    bad file does not take its repository with it."""
 
     type = "read"
     name = "inputs"
 
     def __init__(
-        self, out: Path, sources: list[SourceConfig], limits: LimitConfig, samples: Samples, licenses: Any = None
+        self, out: Path, sources: list[SourceConfig], limits: LimitConfig, filters: FilterConfig, samples: Samples
     ) -> None:
         super().__init__()
-        self.out, self.limits, self.samples = out, limits, samples
+        self.out, self.limits, self.filters, self.samples = out, limits, filters, samples
         self.sources = {source.name: source for source in sources}
+        self.code_rules = rule_set("code", filters.options.get("code", {}))
 
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         with ExitStack() as stack:
@@ -44,24 +51,70 @@ class ReadInputs(PipelineStep):
             samples = stack.enter_context(self.samples.part("read", rank))
             for one in planned(self.out, rank):
                 one.check()
-                source = self.sources[one.source]
-                self.stat_update("files")
                 self.stat_update("bytes", value=one.bytes)
-                for found in texts(Path(one.path), one.name, self.limits, source.field, extract):
-                    if isinstance(found, Skipped):
-                        self.stat_update("total", "dropped", f"dropped_{found.reason}")
-                        samples.add(found.reason, found.name, "")
-                        continue
-                    self.stat_update("total", "forwarded")
-                    metadata = {
-                        "source": one.source,
-                        "kind": source.kind or found.kind,
-                        "format": found.format,
-                        "license": found.more.get("license") or source.license or "",
-                        **({"code": found.code} if found.code else {}),
-                        **{key: value for key, value in found.more.items() if key != "license"},
-                    }
-                    yield Document(found.text, found.name, metadata=metadata)
+                code: dict[str, Text] = {}
+                for member in one.members or (one,):
+                    self.stat_update("files")
+                    for found in self._texts(member, extract):
+                        reason = found.reason if isinstance(found, Skipped) else self._unwanted(found, member)
+                        self.stat_update("total")
+                        if isinstance(found, Skipped) or reason:
+                            self.stat_update("dropped", f"dropped_{reason}")
+                            samples.add(reason, found.name, found.text if isinstance(found, Text) else "")
+                        elif one.members and found.code:
+                            code[found.name.removeprefix(one.name + "/")] = found
+                        else:
+                            self.stat_update("forwarded")
+                            yield _document(found, member)
+                if code:
+                    yield from self._repository(one, code)
+
+    def _texts(self, one: Input, extract: Extract) -> Iterator[Found]:
+        source = self.sources[one.source]
+        for found in texts(Path(one.path), one.name, self.limits, source.field, extract):
+            yield found if isinstance(found, Skipped) or source.kind is None else replace(found, kind=source.kind)
+
+    def _unwanted(self, found: Text, one: Input) -> str:
+        """Why a source file is not used: its license, or what shows only file by file."""
+        if found.kind != "code":
+            return ""
+        if self.filters.licenses and not allowed(_license(found, one), self.filters.licenses):
+            return "license"
+        if "code" not in self.filters.rules.get("code", []):
+            return ""
+        kept = self.code_rules.filter(Document(found.text, found.name))
+        return "" if kept is True else f"code_{kept[1]}"
+
+    def _repository(self, one: Input, files: dict[str, Text]) -> Iterator[Document]:
+        """The source files of a repository as documents. Counts files as `joined`, documents as
+        `joined_documents`."""
+        plain = {path: (found.text, found.code or "") for path, found in files.items()}
+        for number, (paths, text) in enumerate(concatenated(plain, self.limits.repository_characters), 1):
+            self.stat_update("joined", value=len(paths))
+            self.stat_update("forwarded", "joined_documents")
+            languages = Counter(files[path].code for path in paths)
+            licenses = {license for path in paths if (license := _license(files[path], one))}
+            more = {"license": " AND ".join(sorted(licenses)), "files": len(paths)}
+            first = files[paths[0]]
+            yield _document(
+                replace(first, name=f"{one.name}#{number}", text=text, code=languages.most_common(1)[0][0], more=more),
+                one,
+            )
+
+
+def _license(found: Text, one: Input) -> str:
+    return str(found.more.get("license") or (tagged(found.text) if found.code else "") or one.license)
+
+
+def _document(found: Text, one: Input) -> Document:
+    metadata = found.more | {
+        "source": one.source,
+        "kind": found.kind,
+        "format": found.format,
+        "license": _license(found, one),
+        **({"code": found.code} if found.code else {}),
+    }
+    return Document(found.text, found.name, metadata=metadata)
 
 
 def sandboxed(stack: ExitStack, limits: LimitConfig) -> Extract:

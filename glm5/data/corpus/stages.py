@@ -113,7 +113,7 @@ def stages(recipe: CorpusRecipe, out: Path) -> list[Stage]:
         return steps
 
     read = [
-        ReadInputs(out, recipe.sources, recipe.limits, samples),
+        ReadInputs(out, recipe.sources, recipe.limits, recipe.filters, samples),
         Filter(recipe.filters, recipe.quality, samples),
         PartWriter(folder("documents"), compression="gzip"),
     ]
