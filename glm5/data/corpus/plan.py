@@ -17,12 +17,16 @@ from typing import Any
 
 from glm5.config.corpus import CorpusRecipe, SourceConfig
 from glm5.data.corpus.kinds import file_type
-from glm5.data.corpus.licenses import Licenses
+from glm5.data.corpus.licenses import Licenses, recognised
+from glm5.data.documents import ReadReport
+from glm5.data.git import read_git
 from glm5.errors import DataError
 from glm5.files import publish_dir, read_rows
 
 _NO_CODE = {"__pycache__", "node_modules", "lib-dynload"}
 PLAN = "plan"
+GIT = "git:"
+_MOST_GIT = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class Input:
         """Raise DataError for a file that is not the planned one."""
         for member in self.members:
             member.check()
-        if self.members:
+        if self.members or self.path.startswith(GIT):  # a commit does not change
             return
         try:
             status = os.stat(self.path)
@@ -123,6 +127,18 @@ def _root(path: str) -> Path:
 
 
 def _inputs(source: SourceConfig, skipped: Counter[str]) -> Iterator[Input]:
+    if source.path.startswith(GIT):
+        report = ReadReport(max_bad=1 << 62)
+        report.begin(source.path)
+        documents = list(read_git(source.path.removeprefix(GIT), report, _MOST_GIT))
+        size, commit = sum(len(one.text) for one in documents), report.sources[-1].revision
+        place = source.path if Path(source.path.removeprefix(GIT)).is_dir() else source.path.rpartition("@")[0]
+        if documents:
+            said = (one.text for one in documents if one.path.lower().startswith(("licen", "copying", "copyright")))
+            license = next(filter(None, map(recognised, said)), "")
+            name = f"{source.name}/{Path(place).name}"
+            yield Input(source.name, f"{place}@{commit}", name, size, 0, license or source.license or "")
+        return
     root = _root(source.path).resolve()
     if root.is_file():
         yield replace(_input(source.name, root, root.name, root.stat()), license=source.license or "")

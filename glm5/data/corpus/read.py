@@ -19,11 +19,14 @@ from datatrove.pipeline.extractors.base import ExtractorSandbox
 
 from glm5.config.corpus import FilterConfig, LimitConfig, SourceConfig
 from glm5.data.corpus.filters import rule_set
-from glm5.data.corpus.formats import Extract, Extracted, Found, Skipped, Text, extract_here, texts
+from glm5.data.corpus.formats import Extract, Extracted, Found, Skipped, Text, extract_here, texts, tidy
+from glm5.data.corpus.kinds import file_type
 from glm5.data.corpus.licenses import allowed, tagged
-from glm5.data.corpus.plan import Input, planned
+from glm5.data.corpus.plan import GIT, Input, planned
 from glm5.data.corpus.repository import concatenated
 from glm5.data.corpus.samples import Samples
+from glm5.data.documents import ReadReport
+from glm5.data.git import read_git
 
 _PR_SET_PDEATHSIG, _SIGKILL = 1, 9
 _START = 300.0  # seconds that the start of a process may take on a busy machine
@@ -52,6 +55,7 @@ class ReadInputs(PipelineStep):
             for one in planned(self.out, rank):
                 one.check()
                 self.stat_update("bytes", value=one.bytes)
+                joined = bool(one.members) or (one.path.startswith(GIT) and self.sources[one.source].repositories)
                 code: dict[str, Text] = {}
                 for member in one.members or (one,):
                     self.stat_update("files")
@@ -61,7 +65,7 @@ class ReadInputs(PipelineStep):
                         if isinstance(found, Skipped) or reason:
                             self.stat_update("dropped", f"dropped_{reason}")
                             samples.add(reason, found.name, found.text if isinstance(found, Text) else "")
-                        elif one.members and found.code:
+                        elif joined and found.code:
                             code[found.name.removeprefix(one.name + "/")] = found
                         else:
                             self.stat_update("forwarded")
@@ -71,7 +75,11 @@ class ReadInputs(PipelineStep):
 
     def _texts(self, one: Input, extract: Extract) -> Iterator[Found]:
         source = self.sources[one.source]
-        for found in texts(Path(one.path), one.name, self.limits, source.field, extract):
+        if one.path.startswith(GIT):
+            found_texts = committed(one, self.limits)
+        else:
+            found_texts = texts(Path(one.path), one.name, self.limits, source.field, extract)
+        for found in found_texts:
             yield found if isinstance(found, Skipped) or source.kind is None else replace(found, kind=source.kind)
 
     def _unwanted(self, found: Text, one: Input) -> str:
@@ -100,6 +108,18 @@ class ReadInputs(PipelineStep):
                 replace(first, name=f"{one.name}#{number}", text=text, code=languages.most_common(1)[0][0], more=more),
                 one,
             )
+
+
+def committed(one: Input, limits: LimitConfig) -> Iterator[Found]:
+    """Text files of a commit."""
+    report = ReadReport(max_bad=1 << 62)
+    report.begin(one.path)
+    for document in read_git(one.path.removeprefix(GIT), report, limits.document_bytes):
+        kind = file_type(document.path)
+        if kind is not None and kind.format == "text":
+            yield Text(f"{one.name}/{document.path}", tidy(document.text), kind.kind or "prose", "git", kind.code)
+    for reason, count in (("too_large", report.sources[-1].bad), ("binary", report.sources[-1].binary)):
+        yield from (Skipped(one.name, reason) for _ in range(count))
 
 
 def _license(found: Text, one: Input) -> str:
