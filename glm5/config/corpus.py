@@ -53,6 +53,10 @@ class FilterConfig(Frozen):
     """Least probability of the best language."""
     licenses: list[str] = []
     """SPDX names that code must have, or "permissive" for a list of them; empty: any, also none."""
+    problems: list[str] = []
+    """Problems of evaluations that must not be in the corpus: JSONL files, `FILE` (field `text`) or `FILE#FIELD`."""
+    problem_share: float = Field(0.8, gt=0, le=1)
+    """A document with this share of a problem's words, in runs of 13, is dropped (0.8: seen, in Llama 2's terms)."""
     rules: dict[Kind, list[str]] = {
         "web": ["gopher_repetition", "gopher_quality", "c4", "fineweb"],
         "prose": ["gopher_repetition", "gopher_quality"],

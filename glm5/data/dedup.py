@@ -63,6 +63,11 @@ def words_of(text: str) -> list[str]:
     return _WORD.findall(text)
 
 
+def plain_words(text: str) -> list[str]:
+    """The words of a text in lower case, without punctuation."""
+    return [word for word in words_of(text.casefold()) if word[0].isalnum()]
+
+
 def ngram_hashes(words: Sequence[str], size: int) -> np.ndarray:
     """A 64-bit hash of every `size` successive words, in order: uint64, empty for fewer words."""
     hashed = np.array([zlib.crc32(word.encode("utf-8", "replace")) for word in words], dtype=np.uint64)

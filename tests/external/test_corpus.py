@@ -61,7 +61,11 @@ def page(text: str) -> str:
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """120 texts in several formats, with copies, near-copies and unwanted ones."""
-    root = tmp_path_factory.mktemp("source")
+    root = tmp_path_factory.mktemp("source") / "s"
+    root.mkdir()
+    problem = prose(111).split("\n")[4]
+    (root.parent / "problems.jsonl").write_text(json.dumps({"text": problem}) + "\n")
+    (root / "seen.md").write_text(f"{prose(112)}\n{problem.lower()}\n")
     for n in range(60):
         (root / f"note{n}.md").write_text(prose(n))
     for n in range(60, 90):
@@ -82,6 +86,9 @@ def recipe(path: Path, source: Path, **more: Any) -> Path:
     values = {"name": "test", "tasks": 5, "samples": 2} | more
     lines = [f"{key} = {json.dumps(value)}" for key, value in values.items()]
     lines += ["[[sources]]", 'name = "s"', f"path = {json.dumps(str(source))}", 'license = "MIT"']
+    problems = source.parent / "problems.jsonl"
+    if problems.exists():
+        lines += ["[filters]", f"problems = [{json.dumps(str(problems))}]"]
     path.write_text("\n".join(lines) + "\n")
     return path
 
@@ -135,8 +142,10 @@ def test_every_document_is_kept_or_counted(whole: tuple[Path, dict[str, Any]], s
         assert not step["reasons"] or sum(step["reasons"].values()) == step["dropped"]
         left -= step["dropped"]
     assert left == account["kept"] == sum(len(list(documents(out, kind))) for kind in ("prose", "web", "code"))
-    assert account["documents"] == 60 + 30 + 20 + 1 + 10 + 5
-    assert account["steps"]["filter"]["reasons"] == {"language": 1, "gopher_quality_gopher_short_doc": 1}
+    assert account["documents"] == 60 + 30 + 20 + 1 + 10 + 5 + 1
+    assert account["steps"]["filter"]["reasons"] == {
+        "contaminated": 1, "language": 1, "gopher_quality_gopher_short_doc": 1,
+    }  # fmt: skip
     assert (account["steps"]["exact"]["dropped"], account["steps"]["minhash"]["dropped"]) == (2, 1)
     kept = {text for _, text, _ in documents(out, "prose")}
     assert {prose(n).strip() for n in range(60) if n != 5} <= kept

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from glm5.data.dedup import ngram_hashes, words_of
+from glm5.data.dedup import ngram_hashes, plain_words
 from glm5.data.shards import map_array
 from glm5.errors import DataError
 from glm5.files import publish_dir, read_small, verify_manifest
@@ -123,7 +123,7 @@ class Classifier:
 
 def features(text: str) -> np.ndarray:
     """Places of the distinct words and pairs of words of a text among the weights."""
-    words = [word for word in words_of(text.casefold()[: 20 * MOST_WORDS])[:MOST_WORDS] if word[0].isalnum()]
+    words = plain_words(text[: 20 * MOST_WORDS])[:MOST_WORDS]
     hashes = np.concatenate([ngram_hashes(words, 1), ngram_hashes(words, 2)])
     return np.unique(hashes >> np.uint64(64 - BITS)).astype(np.int64)
 

