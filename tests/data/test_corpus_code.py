@@ -91,6 +91,7 @@ def test_licenses_are_recognised() -> None:
         ("", False),
         ("MIT OR GPL-2.0-only", True),
         ("MIT AND GPL-2.0-only", False),
+        ("Apache-2.0 WITH LLVM-exception AND MIT", True),
     ],
 )
 def test_a_license_is_allowed(license: str, answer: bool) -> None:

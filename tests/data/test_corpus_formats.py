@@ -19,9 +19,10 @@ import hypothesis.strategies as st
 import pytest
 
 from glm5.config.corpus import CorpusRecipe, LimitConfig
-from glm5.data.corpus.formats import REASONS, Extracted, Skipped, Text, decode, texts, tidy
+from glm5.data.corpus.formats import texts
 from glm5.data.corpus.kinds import FileType, file_type
 from glm5.data.corpus.plan import make_plan, planned, source_counts
+from glm5.data.corpus.text import REASONS, Extracted, Skipped, Text, decode, tidy
 from glm5.errors import DataError
 
 LIMITS = LimitConfig(document_bytes=100_000, input_bytes=1 << 20, members=50)

@@ -20,7 +20,7 @@ import pytest
 
 from glm5.chat.tokenizer import Tokenizer
 from glm5.data.corpus.classifier import Classifier
-from glm5.data.corpus.formats import tidy
+from glm5.data.corpus.text import tidy
 from glm5.data.shards import open_shard
 from glm5.process import python_path
 from tests.external.environments import interpreter

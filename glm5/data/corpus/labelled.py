@@ -9,9 +9,10 @@ from typing import Any
 
 from glm5.config.corpus import ClassifierRecipe, SourceConfig
 from glm5.data.corpus.classifier import train_and_evaluate
-from glm5.data.corpus.formats import Extract, Text, texts
+from glm5.data.corpus.formats import texts
 from glm5.data.corpus.plan import list_inputs
 from glm5.data.corpus.run import need_extra
+from glm5.data.corpus.text import Extract, Text
 from glm5.stats import wilson
 
 

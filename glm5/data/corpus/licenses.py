@@ -9,10 +9,12 @@ from pathlib import Path
 from glm5.files import read_small
 
 PERMISSIVE = (
-    "0BSD Apache-2.0 BSD-2-Clause BSD-3-Clause BSL-1.0 CC0-1.0 ISC MIT MIT-0 PSF-2.0 Python-2.0 Unlicense Zlib".split()
+    "0BSD Apache-2.0 BSD-2-Clause BSD-3-Clause BSL-1.0 CC0-1.0 CNRI-Python HPND ISC MIT MIT-0 MIT-CMU PSF-2.0 "
+    "Python-2.0 Unlicense Zlib".split()
 )
 """Licenses that ask for little more than their text; a recipe's `licenses = ["permissive"]` stands for them."""
 _MOST = 1 << 20
+_MOST_EXPRESSION = 500
 _TAG = re.compile(r"SPDX-License-Identifier:\s*\(?([A-Za-z0-9.+-]+(?:\s+(?:OR|AND|WITH)\s+[A-Za-z0-9.+-]+)*)")
 _PHRASES = (
     ("Apache-2.0", r"apache license,?\s+version 2\.0"),
@@ -34,7 +36,9 @@ _PHRASES = (
 _COMPILED = [(name, re.compile(pattern, re.DOTALL)) for name, pattern in _PHRASES]
 _SHORT = {
     "apache": "Apache-2.0", "apache 2.0": "Apache-2.0", "apache license 2.0": "Apache-2.0", "apache-2": "Apache-2.0",
-    "apache software license": "Apache-2.0", "bsd": "BSD-3-Clause", "bsd license": "BSD-3-Clause",
+    "apache software license": "Apache-2.0", "apache 2.0 license": "Apache-2.0",
+    "apache license, version 2.0": "Apache-2.0", "3-clause bsd license": "BSD-3-Clause", "isc license (iscl)": "ISC",
+    "mozilla public license 2.0 (mpl 2.0)": "MPL-2.0", "bsd": "BSD-3-Clause", "bsd license": "BSD-3-Clause",
     "bsd-2": "BSD-2-Clause", "bsd-3": "BSD-3-Clause", "expat": "MIT", "mit license": "MIT", "psf": "PSF-2.0",
     "python software foundation license": "PSF-2.0", "isc license": "ISC", "the unlicense (unlicense)": "Unlicense",
     "gpl": "GPL-2.0-or-later", "gpl-1+": "GPL-1.0-or-later", "gpl-2": "GPL-2.0-only", "gpl-2+": "GPL-2.0-or-later",
@@ -64,10 +68,12 @@ def spdx(name: str) -> str:
 
 
 def allowed(license: str, wanted: list[str]) -> bool:
-    """Whether a license, or an expression of SPDX, is one of those wanted. Of alternatives (OR) one suffices."""
+    """Whether a license, or an expression of SPDX, is one of those wanted. Of alternatives (OR) one suffices; an
+    exception (WITH) only adds permissions."""
     names = {*wanted, *(PERMISSIVE if "permissive" in wanted else ())}
     alternatives = re.split(r"\s+OR\s+", license.strip("()"))
-    return any(all(part in names for part in re.split(r"\s+AND\s+", one.strip("() "))) for one in alternatives)
+    parts = (re.split(r"\s+AND\s+", one.strip("() ")) for one in alternatives)
+    return any(all(part.partition(" WITH ")[0] in names for part in one) for one in parts)
 
 
 class Licenses:
@@ -112,7 +118,7 @@ class Licenses:
 def _of_metadata(distribution: importlib.metadata.Distribution) -> str:
     metadata = distribution.metadata
     if "License-Expression" in metadata:
-        return str(metadata["License-Expression"])[:80]
+        return str(metadata["License-Expression"])[:_MOST_EXPRESSION]
     for classifier in metadata.get_all("Classifier") or ():
         if classifier.startswith("License ::"):
             return spdx(classifier.rpartition(":: ")[2])

@@ -19,12 +19,13 @@ from datatrove.pipeline.extractors.base import ExtractorSandbox
 
 from glm5.config.corpus import FilterConfig, LimitConfig, SourceConfig
 from glm5.data.corpus.filters import rule_set
-from glm5.data.corpus.formats import Extract, Extracted, Found, Skipped, Text, extract_here, texts, tidy
+from glm5.data.corpus.formats import texts
 from glm5.data.corpus.kinds import file_type
 from glm5.data.corpus.licenses import allowed, tagged
 from glm5.data.corpus.plan import GIT, Input, planned
 from glm5.data.corpus.repository import concatenated
 from glm5.data.corpus.samples import Samples
+from glm5.data.corpus.text import Extract, Extracted, Found, Skipped, Text, extract_here, tidy
 from glm5.data.documents import ReadReport
 from glm5.data.git import read_git
 
