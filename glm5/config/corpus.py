@@ -72,6 +72,8 @@ class FilterConfig(Frozen):
         for name in [*(rule for rules in self.rules.values() for rule in rules), *self.options]:
             if name not in RULES:
                 raise ValueError(f'there is no rule set "{name}"; choose from {", ".join(RULES)}')
+        if any("code" in rules for kind, rules in self.rules.items() if kind != "code"):
+            raise ValueError('the rule set "code" is for documents of the kind code')
         return self
 
 

@@ -7,6 +7,7 @@ import gzip
 import io
 import lzma
 import os
+import stat
 import tarfile
 from pathlib import Path
 from typing import IO, Any, cast
@@ -21,13 +22,15 @@ class Refused(Exception):
 
 
 def opened(path: Path, most: int) -> IO[bytes]:
+    """A regular file of at most `most` bytes. Raises Refused; never waits for a pipe."""
     try:
         file = os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb")
     except OSError:
         raise Refused("unreadable") from None
-    if os.fstat(file.fileno()).st_size > most:
+    status = os.fstat(file.fileno())
+    if not stat.S_ISREG(status.st_mode) or status.st_size > most:
         file.close()
-        raise Refused("too_large")
+        raise Refused("too_large" if stat.S_ISREG(status.st_mode) else "unreadable")
     return file
 
 
@@ -37,6 +40,7 @@ def room_of(file: IO[bytes], limits: LimitConfig) -> int:
 
 
 def decompressed(file: IO[bytes], compression: str) -> IO[bytes]:
+    """The content of a file with one of `glm5.data.corpus.kinds.COMPRESSIONS`, or with none."""
     if compression in (".gz", ".dz"):
         return cast(IO[bytes], gzip.GzipFile(fileobj=file))
     if compression == ".bz2":

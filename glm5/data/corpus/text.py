@@ -67,6 +67,7 @@ class Extracted:
 
 
 def one_document(name: str, raw: bytes, kind: FileType, limits: LimitConfig, extract: Extract) -> Found:
+    """The document in a text file, a page or a PDF."""
     if kind.format in ("html", "pdf"):
         return extracted_document(name, raw, kind, limits, extract, {})
     try:
@@ -79,6 +80,7 @@ def one_document(name: str, raw: bytes, kind: FileType, limits: LimitConfig, ext
 def extracted_document(
     name: str, raw: bytes, kind: FileType, limits: LimitConfig, extract: Extract, more: dict[str, Any]
 ) -> Found:
+    """The document in a page or a PDF; `more` is what else is known about it."""
     found = extract(kind.format, raw)
     if isinstance(found, str):
         return Skipped(name, found)
@@ -87,6 +89,7 @@ def extracted_document(
 
 
 def checked(text: Text, limits: LimitConfig) -> Found:
+    """The document, unless it is empty or too large."""
     if not text.text:
         return Skipped(text.name, "empty")
     if len(text.text) > limits.document_bytes or len(text.text.encode()) > limits.document_bytes:
