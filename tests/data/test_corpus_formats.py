@@ -19,6 +19,7 @@ import hypothesis.strategies as st
 import pytest
 
 from glm5.config.corpus import CorpusRecipe, LimitConfig
+from glm5.data.corpus import plan
 from glm5.data.corpus.formats import texts
 from glm5.data.corpus.kinds import FileType, file_type
 from glm5.data.corpus.plan import make_plan, planned, source_counts
@@ -262,6 +263,19 @@ def test_the_plan_is_the_same_for_any_order_of_the_file_system(tmp_path: Path) -
         plans.append([[one.name for one in planned(out, part)] for part in range(3)])
     assert plans[0] == plans[1]
     assert len({name for part in plans[0] for name in part}) == 40
+
+
+def test_repositories_are_one_input_each_and_large_ones_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "_MOST_REPOSITORY", 100)
+    for name in ("a/x.py", "a/sub/y.py", "a+b/z.py", "top.py"):
+        (tmp_path / "s" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "s" / name).write_bytes(b"x" * 60)
+    source = {"name": "s", "path": str(tmp_path / "s"), "repositories": True}
+    make_plan(CorpusRecipe.model_validate({"name": "c", "tasks": 1, "sources": [source]}), tmp_path / "out")
+    found = {one.name: [member.name for member in one.members] for one in planned(tmp_path / "out", 0)}
+    assert found == {"s/a": ["s/a/sub/y.py"], "s/a+1": ["s/a/x.py"], "s/a+b": ["s/a+b/z.py"], "s/top.py": []}
 
 
 @pytest.mark.parametrize("missing", ["nothing", "empty"])

@@ -109,10 +109,16 @@ class Licenses:
                 text = read_small(path, _MOST).decode("utf-8", "replace")
             except OSError:
                 continue
-            field = re.search(r"^Files: \*\n(?:.*\n)*?License: (.+)$", text, re.MULTILINE)
-            if license := spdx(field[1].split(" and ")[0].split(" or ")[0]) if field else recognised(text):
+            if license := _of_copyright(text) or recognised(text):
                 return license
         return ""
+
+
+def _of_copyright(text: str) -> str:
+    """The license of all files in Debian's machine-readable form."""
+    _, _, rest = text.partition("\nFiles: *\n")
+    _, _, field = rest.partition("\nLicense: ")
+    return spdx(re.split(r" and | or |,", field.partition("\n")[0])[0])
 
 
 def _of_metadata(distribution: importlib.metadata.Distribution) -> str:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ _NO_CODE = {"__pycache__", "node_modules", "lib-dynload"}
 PLAN = "plan"
 GIT = "git:"
 _MOST_GIT = 64 << 20
+_MOST_REPOSITORY = 256 << 20
+"""Bytes of a repository that are in memory at once, to put its files in order."""
 
 
 @dataclass(frozen=True)
@@ -159,17 +161,19 @@ def _inputs(source: SourceConfig, skipped: Counter[str]) -> Iterator[Input]:
 
 
 def _by_repository(inputs: list[Input]) -> list[Input]:
-    """One input per top folder of the source; files beside the folders stay as they are."""
+    """One input per top folder of the source, or several for a very large one; files beside the folders stay as they
+    are."""
     found: list[Input] = []
     for top, members in groupby(inputs, lambda one: one.name.split("/", 2)[1] if one.name.count("/") > 1 else ""):
         if not top:
             found += members
             continue
-        mine = tuple(members)
-        first = mine[0]
-        found.append(
-            Input(first.source, "", f"{first.source}/{top}", sum(one.bytes for one in mine), 0, first.license, mine)
-        )
+        mine = list(members)
+        sizes = accumulate(one.bytes for one in mine)
+        for piece, group in groupby(zip(mine, sizes, strict=True), lambda pair: pair[1] // _MOST_REPOSITORY):
+            files = tuple(one for one, _ in group)
+            name = f"{mine[0].source}/{top}" + (f"+{piece}" if piece else "")
+            found.append(Input(mine[0].source, "", name, sum(one.bytes for one in files), 0, mine[0].license, files))
     return found
 
 

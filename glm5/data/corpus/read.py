@@ -57,6 +57,7 @@ class ReadInputs(PipelineStep):
                 one.check()
                 self.stat_update("bytes", value=one.bytes)
                 joined = bool(one.members) or (one.path.startswith(GIT) and self.sources[one.source].repositories)
+                prefix = "/".join(one.members[0].name.split("/")[:2] if one.members else [one.name]) + "/"
                 code: dict[str, Text] = {}
                 for member in one.members or (one,):
                     self.stat_update("files")
@@ -67,7 +68,7 @@ class ReadInputs(PipelineStep):
                             self.stat_update("dropped", f"dropped_{reason}")
                             samples.add(reason, found.name, found.text if isinstance(found, Text) else "")
                         elif joined and found.code:
-                            code[found.name.removeprefix(one.name + "/")] = found
+                            code[found.name.removeprefix(prefix)] = found
                         else:
                             self.stat_update("forwarded")
                             yield _document(found, member)
@@ -103,7 +104,8 @@ class ReadInputs(PipelineStep):
             self.stat_update("forwarded", "joined_documents")
             languages = Counter(files[path].code for path in paths)
             licenses = {license for path in paths if (license := _license(files[path], one))}
-            more = {"license": " AND ".join(sorted(licenses)), "files": len(paths)}
+            plainly = (f"({license})" if " OR " in license and len(licenses) > 1 else license for license in licenses)
+            more = {"license": " AND ".join(sorted(plainly)), "files": len(paths)}
             first = files[paths[0]]
             yield _document(
                 replace(first, name=f"{one.name}#{number}", text=text, code=languages.most_common(1)[0][0], more=more),

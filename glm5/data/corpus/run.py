@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from glm5.chat.tokenizer import Tokenizer
 from glm5.config.corpus import CorpusRecipe
 from glm5.config.load import dump_recipe
 from glm5.data.corpus.account import write_account
@@ -92,7 +93,7 @@ def _same_recipe(recipe: CorpusRecipe, out: Path) -> None:
 
 
 def _same_helpers(recipe: CorpusRecipe, out: Path) -> None:
-    """Check now, not after hours, that classifiers and problems can be read and are those of the first run."""
+    """Check now, not after hours, that tokenizer, classifiers and problems can be read, and have not changed."""
     files = [Path(place.partition("#")[0]) for place in recipe.filters.problems]
     if recipe.filters.problems:
         read_problems(recipe.filters.problems)
@@ -101,10 +102,15 @@ def _same_helpers(recipe: CorpusRecipe, out: Path) -> None:
         for folder in map(Path, folders):
             Classifier.load(folder)
             files.append(folder / MANIFEST)
-    text = json.dumps({str(path): sha256_file(path) for path in files}, indent=1) + "\n"
+    hashes = {str(path): sha256_file(path) for path in files}
+    if recipe.tokenizer is not None:
+        hashes[recipe.tokenizer] = Tokenizer.load(recipe.tokenizer).hash()
+    text = json.dumps(hashes, indent=1) + "\n"
     known = out / "helpers.json"
     if known.exists() and known.read_text(encoding="utf-8") != text:
-        raise ConfigError(f"A classifier or a file of problems is not the one of {known}; choose another --out.")
+        raise ConfigError(
+            f"The tokenizer, a classifier or a file of problems is not the one of {known}; choose another --out."
+        )
     atomic_write(known, text)
 
 
