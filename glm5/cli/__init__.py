@@ -12,6 +12,7 @@ import typer
 from glm5 import __version__, process
 from glm5.cli import (  # noqa: F401 - their import adds the verbs
     agent,
+    corpus,
     evaluate,
     kernels,
     models,

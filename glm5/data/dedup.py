@@ -33,8 +33,8 @@ _REFUSALS = 512  # comparisons of one document in such larger sets that end in "
 _ORDERED_BY = 16  # values of the signature that order a larger set
 
 # In scripts without spaces each character counts as a word; otherwise a sentence would be one word.
-_UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u2e80-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
-_WORD = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+|[^\w\s]+")
+UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u2e80-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+_WORD = re.compile(rf"[{UNSPACED}]|[^\W{UNSPACED}]+|[^\w\s]+")
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,11 @@ def shingle_hashes(text: str) -> np.ndarray:
 def words_of(text: str) -> list[str]:
     """Words, characters of scripts without spaces, and runs of punctuation."""
     return _WORD.findall(text)
+
+
+def plain_words(text: str) -> list[str]:
+    """The words of a text in lower case, without punctuation."""
+    return [word for word in words_of(text.casefold()) if word[0].isalnum()]
 
 
 def ngram_hashes(words: Sequence[str], size: int) -> np.ndarray:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from glm5.chat import Tokenizer
-from glm5.data.dedup import ngram_hashes, words_of
+from glm5.data.dedup import ngram_hashes, plain_words
 from glm5.data.shards import open_shard
 from glm5.errors import DataError
 
@@ -65,11 +65,6 @@ class Overlap:
         for start in np.flatnonzero(self._found[size][places]):
             covered[start : start + size] = True
         return float(covered.mean())
-
-
-def plain_words(text: str) -> list[str]:
-    """The words of a text in lower case, without punctuation."""
-    return [word for word in words_of(text.casefold()) if word[0].isalnum()]
 
 
 def trained_texts(folder: Path) -> Iterator[str]:

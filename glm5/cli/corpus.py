@@ -1,0 +1,95 @@
+"""Verbs of corpora: make one from a recipe, show it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from glm5.cli.options import Json, Out, Overrides, Recipe, data_app, show
+from glm5.errors import UsageError
+
+EXECUTORS = ("local", "ray")
+
+
+@data_app.command("run")
+def data_run(
+    recipe: Recipe,
+    out: Out,
+    workers: Annotated[int | None, typer.Option(min=1, help="Parts at the same time; default: one per core.")] = None,
+    executor: Annotated[str, typer.Option(help="local, or ray (a cluster named by RAY_ADDRESS).")] = "local",
+    overrides: Overrides = [],  # noqa: B006
+    as_json: Json = False,
+) -> None:
+    """Make a corpus from a recipe: read, filter, deduplicate, tokenise. The same command goes on after an interruption.
+    Needs the extra `data`."""
+    from glm5.config.corpus import CorpusRecipe
+    from glm5.config.load import load_recipe
+    from glm5.data.corpus.run import run_corpus
+    from glm5.obs.progress import QuietConsole
+
+    if executor not in EXECUTORS:
+        raise UsageError(f'--executor is "{executor:.40}"; choose {" or ".join(EXECUTORS)}.')
+    checked = load_recipe(recipe, CorpusRecipe, overrides)
+    with QuietConsole().status("planning") as status:
+        account = run_corpus(
+            checked,
+            out,
+            executor="ray" if executor == "ray" else "local",
+            workers=workers,
+            progress=lambda now: status.update(str(now)),
+        )
+    if as_json:
+        show(account, True)
+        return
+    for line in summary(account):
+        typer.echo(line)
+
+
+@data_app.command("classifier")
+def data_classifier(recipe: Recipe, out: Out, overrides: Overrides = [], as_json: Json = False) -> None:  # noqa: B006
+    """Train a classifier of texts for quality buckets, and print its precision and recall on held-out texts."""
+    from glm5.config.corpus import ClassifierRecipe
+    from glm5.config.load import load_recipe
+    from glm5.data.corpus.labelled import train_classifier
+    from glm5.obs.progress import QuietConsole
+
+    checked = load_recipe(recipe, ClassifierRecipe, overrides)
+    with QuietConsole().status("starting") as status:
+        facts = train_classifier(checked, out, progress=status.update)
+    if as_json:
+        show(facts, True)
+        return
+    held_out = facts["held_out"]
+    for name in ("precision", "recall"):
+        low, high = facts["intervals"][name]
+        typer.echo(f"{name} {held_out[name]:.1%} ({low:.1%} to {high:.1%})")
+    typer.echo(f"area {held_out['area']:.4f}, {facts['texts']['held_out']:,} held-out texts; wrote {out}")
+
+
+@data_app.command("report")
+def data_report(
+    corpus: Annotated[Path, typer.Argument(help="A folder that `glm5 data run` made.")],
+) -> None:
+    """Write CORPUS/report.html: sizes, languages, samples of kept and dropped documents with reasons."""
+    from glm5.report.corpus import build_corpus_report
+
+    typer.echo(f"Wrote {build_corpus_report(corpus)}.")
+
+
+def summary(account: dict[str, Any]) -> list[str]:
+    """The account in a few lines."""
+    lines = [f"{account['documents']:,} documents from {account['files']:,} files, {account['bytes'] / 1e6:,.1f} MB"]
+    if account["joined"]["files"]:
+        joined = account["joined"]
+        lines.append(f"{joined['files']:,} source files joined to {joined['documents']:,} documents by repository")
+    for name, step in account["steps"].items():
+        worst = ", ".join(f"{reason} {count:,}" for reason, count in list(step["reasons"].items())[:5])
+        lines.append(f"{name}: {step['dropped']:,} of {step['documents']:,} dropped" + (f" ({worst})" if worst else ""))
+    for name, shard in account["shards"].items():
+        lines.append(
+            f"{name}: {shard['train_documents']:,} documents, {shard['train_tokens']:,} tokens; "
+            f"held out {shard['held_out_documents']:,}, {shard['held_out_tokens']:,}"
+        )
+    return lines

@@ -1,0 +1,72 @@
+"""Documents that contain problems of evaluations: the runs of 13 words of `glm5.eval.contamination`, per document."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from glm5.data.dedup import ngram_hashes, plain_words
+from glm5.data.documents import ReadReport
+from glm5.data.readers import read_jsonl
+from glm5.errors import DataError
+
+RUN, SHORTEST = 13, 5
+_MOST_PROBLEM = 1 << 20
+
+
+class Problems:
+    """Looks for problems (text by name) in documents. A problem of 5 to 12 words is looked for as a whole, a shorter
+    one not at all."""
+
+    def __init__(self, problems: Mapping[str, str]) -> None:
+        self._lengths: dict[str, int] = {}
+        runs: dict[int, list[tuple[int, str, int]]] = defaultdict(list)
+        for name, text in problems.items():
+            words = plain_words(text)
+            size = min(RUN, len(words))
+            if size >= SHORTEST:
+                self._lengths[name] = len(words)
+                runs[size] += [(value, name, at) for at, value in enumerate(ngram_hashes(words, size).tolist())]
+        self._places: dict[int, dict[int, list[tuple[str, int]]]] = {}
+        self._wanted: dict[int, np.ndarray] = {}
+        for size, found in runs.items():
+            places: dict[int, list[tuple[str, int]]] = defaultdict(list)
+            for value, name, at in found:
+                places[value].append((name, at))
+            self._places[size] = places
+            self._wanted[size] = np.array(sorted(places), dtype=np.uint64)
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def worst(self, text: str) -> tuple[str, float]:
+        """The problem of which the text contains the largest share of words, and that share; ("", 0) if none."""
+        words = plain_words(text)
+        covered: dict[str, np.ndarray] = {}
+        for size, wanted in self._wanted.items():
+            for value in np.intersect1d(ngram_hashes(words, size), wanted).tolist():
+                for name, at in self._places[size][value]:
+                    mine = covered.setdefault(name, np.zeros(self._lengths[name], dtype=bool))
+                    mine[at : at + size] = True
+        shares = sorted(
+            ((float(mine.mean()), name) for name, mine in covered.items()), key=lambda one: (-one[0], one[1])
+        )
+        return (shares[0][1], shares[0][0]) if shares else ("", 0.0)
+
+
+def read_problems(files: Sequence[str]) -> Problems:
+    """Problems of JSONL files, `FILE` (field `text`) or `FILE#FIELD`. Raises DataError for files without any."""
+    found: dict[str, str] = {}
+    for place in files:
+        name, _, field = place.partition("#")
+        report = ReadReport(max_bad=0)
+        report.begin(name)
+        for document in read_jsonl(Path(name), field or "text", report, _MOST_PROBLEM):
+            found[f"{name}:{len(found)}"] = document.text
+    problems = Problems(found)
+    if not len(problems):
+        raise DataError(f"The files {', '.join(files)} contain no problem of at least {SHORTEST} words.")
+    return problems

@@ -1,0 +1,59 @@
+"""Trains a classifier on the texts of positive and negative sources."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from glm5.config.corpus import ClassifierRecipe, SourceConfig
+from glm5.data.corpus.classifier import train_and_evaluate
+from glm5.data.corpus.formats import texts
+from glm5.data.corpus.plan import list_inputs
+from glm5.data.corpus.run import need_extra
+from glm5.data.corpus.text import Extract, Text
+from glm5.stats import wilson
+
+
+def train_classifier(
+    recipe: ClassifierRecipe, out: Path, progress: Callable[[str], None] = lambda _: None
+) -> dict[str, Any]:
+    """Write the classifier of `recipe` to `out`; returns what is known about it: counts of texts, its evaluation on
+    held-out ones, and intervals (95 %, Wilson) of precision and recall.
+
+    Raises DataError for a source without files, MissingExtraError without the extra `data`.
+    """
+    need_extra("local")
+    from datatrove.utils.logging import logger
+
+    from glm5.data.corpus.read import sandboxed
+
+    logger.remove()
+    with ExitStack() as stack:
+        extract = sandboxed(stack, recipe.limits)
+
+        def read(sources: list[SourceConfig]) -> Iterator[str]:
+            return (text for source in sources for text in _texts(source, recipe, extract))
+
+        model, held_out, counts = train_and_evaluate(
+            read(recipe.positive), read(recipe.negative), recipe.seed, progress
+        )
+    said, wanted = held_out.true_positive + held_out.false_positive, held_out.true_positive + held_out.false_negative
+    spans = {"precision": wilson(held_out.true_positive, said), "recall": wilson(held_out.true_positive, wanted)}
+    facts = {
+        "name": recipe.name,
+        "sources": {side: [source.path for source in getattr(recipe, side)] for side in ("positive", "negative")},
+        "texts": counts,
+        "held_out": held_out.plain(),
+        "intervals": {name: [span.low, span.high] for name, span in spans.items()},
+    }
+    model.save(out, facts)
+    return facts
+
+
+def _texts(source: SourceConfig, recipe: ClassifierRecipe, extract: Extract) -> Iterator[str]:
+    for one in list_inputs(source)[0]:
+        for found in texts(Path(one.path), one.name, recipe.limits, source.field, extract):
+            if isinstance(found, Text) and len(found.text) >= recipe.shortest:
+                yield found.text[: recipe.characters]

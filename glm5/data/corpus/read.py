@@ -1,0 +1,181 @@
+"""The first step of a part: read its planned inputs."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from datatrove.data import Document
+from datatrove.pipeline.base import PipelineStep
+from datatrove.pipeline.extractors.base import ExtractorSandbox
+
+from glm5.config.corpus import FilterConfig, LimitConfig, SourceConfig
+from glm5.data.corpus.filters import rule_set
+from glm5.data.corpus.formats import texts
+from glm5.data.corpus.kinds import file_type
+from glm5.data.corpus.licenses import allowed, tagged
+from glm5.data.corpus.plan import GIT, Input, planned
+from glm5.data.corpus.repository import concatenated
+from glm5.data.corpus.samples import Samples
+from glm5.data.corpus.text import Extract, Extracted, Found, Skipped, Text, extract_here, tidy
+from glm5.data.documents import ReadReport
+from glm5.data.git import read_git
+
+_PR_SET_PDEATHSIG, _SIGKILL = 1, 9
+_START = 300.0  # seconds that the start of a process may take on a busy machine
+
+
+class ReadInputs(PipelineStep):
+    """Yields the documents of a part, with source, kind, format and license as metadata. What is not used is counted as
+    `dropped_REASON`: files that cannot be read, and source code by its license and by the rules for code, so that one
+    bad file does not take its repository with it."""
+
+    type = "read"
+    name = "inputs"
+
+    def __init__(
+        self, out: Path, sources: list[SourceConfig], limits: LimitConfig, filters: FilterConfig, samples: Samples
+    ) -> None:
+        super().__init__()
+        self.out, self.limits, self.filters, self.samples = out, limits, filters, samples
+        self.sources = {source.name: source for source in sources}
+        self.code_rules = rule_set("code", filters.options.get("code", {}))
+
+    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        with ExitStack() as stack:
+            extract = sandboxed(stack, self.limits)
+            samples = stack.enter_context(self.samples.part("read", rank))
+            for one in planned(self.out, rank):
+                one.check()
+                self.stat_update("bytes", value=one.bytes)
+                joined = bool(one.members) or (one.path.startswith(GIT) and self.sources[one.source].repositories)
+                prefix = "/".join(one.members[0].name.split("/")[:2] if one.members else [one.name]) + "/"
+                code: dict[str, Text] = {}
+                for member in one.members or (one,):
+                    self.stat_update("files")
+                    for found in self._texts(member, extract):
+                        reason = found.reason if isinstance(found, Skipped) else self._unwanted(found, member)
+                        self.stat_update("total")
+                        if isinstance(found, Skipped) or reason:
+                            self.stat_update("dropped", f"dropped_{reason}")
+                            samples.add(reason, found.name, found.text if isinstance(found, Text) else "")
+                        elif joined and found.code:
+                            code[found.name.removeprefix(prefix)] = found
+                        else:
+                            self.stat_update("forwarded")
+                            yield _document(found, member)
+                if code:
+                    yield from self._repository(one, code)
+
+    def _texts(self, one: Input, extract: Extract) -> Iterator[Found]:
+        source = self.sources[one.source]
+        if one.path.startswith(GIT):
+            found_texts = committed(one, self.limits)
+        else:
+            found_texts = texts(Path(one.path), one.name, self.limits, source.field, extract)
+        for found in found_texts:
+            yield found if isinstance(found, Skipped) or source.kind is None else replace(found, kind=source.kind)
+
+    def _unwanted(self, found: Text, one: Input) -> str:
+        """Why a source file is not used: its license, or what shows only file by file."""
+        if found.kind != "code":
+            return ""
+        if self.filters.licenses and not allowed(_license(found, one), self.filters.licenses):
+            return "license"
+        if "code" not in self.filters.rules.get("code", []):
+            return ""
+        kept = self.code_rules.filter(Document(found.text, found.name))
+        return "" if kept is True else f"code_{kept[1]}"
+
+    def _repository(self, one: Input, files: dict[str, Text]) -> Iterator[Document]:
+        """The source files of a repository as documents. Counts files as `joined`, documents as
+        `joined_documents`."""
+        plain = {path: (found.text, found.code or "") for path, found in files.items()}
+        for number, (paths, text) in enumerate(concatenated(plain, self.limits.repository_characters), 1):
+            self.stat_update("joined", value=len(paths))
+            self.stat_update("forwarded", "joined_documents")
+            languages = Counter(files[path].code for path in paths)
+            licenses = {license for path in paths if (license := _license(files[path], one))}
+            plainly = (f"({license})" if " OR " in license and len(licenses) > 1 else license for license in licenses)
+            more = {"license": " AND ".join(sorted(plainly)), "files": len(paths)}
+            first = files[paths[0]]
+            yield _document(
+                replace(first, name=f"{one.name}#{number}", text=text, code=languages.most_common(1)[0][0], more=more),
+                one,
+            )
+
+
+def committed(one: Input, limits: LimitConfig) -> Iterator[Found]:
+    """Text files of a commit."""
+    report = ReadReport(max_bad=1 << 62)
+    report.begin(one.path)
+    for document in read_git(one.path.removeprefix(GIT), report, limits.document_bytes):
+        kind = file_type(document.path)
+        if kind is not None and kind.format == "text":
+            yield Text(f"{one.name}/{document.path}", tidy(document.text), kind.kind or "prose", "git", kind.code)
+    for reason, count in (("too_large", report.sources[-1].bad), ("binary", report.sources[-1].binary)):
+        yield from (Skipped(one.name, reason) for _ in range(count))
+
+
+def _license(found: Text, one: Input) -> str:
+    return str(found.more.get("license") or (tagged(found.text) if found.code else "") or one.license)
+
+
+def _document(found: Text, one: Input) -> Document:
+    metadata = found.more | {
+        "source": one.source,
+        "kind": found.kind,
+        "format": found.format,
+        "license": _license(found, one),
+        **({"code": found.code} if found.code else {}),
+    }
+    return Document(found.text, found.name, metadata=metadata)
+
+
+def sandboxed(stack: ExitStack, limits: LimitConfig) -> Extract:
+    """`extract_here` in a process that may take `limits.seconds` and `limits.memory` per document. A document that ends
+    it is skipped, and the next one gets a new process."""
+    setup = "", (os.getpid(), limits.memory)
+    sandbox = stack.enter_context(ExtractorSandbox(_START, warmup_text=setup))
+
+    def extract(format: str, raw: bytes) -> Extracted | str:
+        if sandbox.process is None:  # a start is not the document's fault, however long it takes
+            sandbox.timeout = _START
+            sandbox.process_document(setup, _in_sandbox)
+            sandbox.timeout = limits.seconds
+        try:
+            found: Extracted | str = sandbox.process_document((format, raw), _in_sandbox)
+        except TimeoutError:
+            return "timeout"
+        except (EOFError, OSError):
+            sandbox._cleanup_process()
+            return "crashed"
+        return found
+
+    return extract
+
+
+def _in_sandbox(format: str, content: Any) -> Extracted | str | None:
+    if not format:  # the first call sets the process up
+        parent, memory = content
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _SIGKILL)
+            if os.getppid() != parent:  # it died before that
+                os._exit(1)
+            memory += int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+        return None
+    try:
+        return extract_here(format, content)
+    except MemoryError:
+        return "crashed"
+    except Exception:
+        return "damaged"

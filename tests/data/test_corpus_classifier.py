@@ -1,0 +1,89 @@
+"""The text classifier: it learns what words decide, repeats itself, and its evaluation counts right."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from glm5.data.corpus.classifier import BITS, Classifier, features, train_and_evaluate
+from glm5.errors import DataError
+
+COMMON = [f"common{n}" for n in range(200)]
+MARKS = {True: ["theorem", "river", "century"], False: ["buy", "click", "cookie"]}
+
+
+def text(label: bool, seed: int, marks: int = 3) -> str:
+    draw = random.Random(f"{label} {seed}")
+    words = draw.choices(COMMON, k=40) + draw.choices(MARKS[label], k=marks)
+    draw.shuffle(words)
+    return " ".join(words)
+
+
+def corpus(count: int, marks: int = 3) -> tuple[list[str], list[str]]:
+    return [text(True, n, marks) for n in range(count)], [text(False, n, marks) for n in range(count)]
+
+
+def test_it_learns_what_distinguishes_the_classes_and_nothing_from_noise() -> None:
+    model, held_out, counts = train_and_evaluate(*corpus(300))
+    assert counts["train"] + counts["held_out"] == 600
+    assert held_out.precision > 0.95 and held_out.recall > 0.95 and held_out.area > 0.99
+    assert model("a theorem of the last century") > 0.5 > model("click here to buy")
+    _, noise, _ = train_and_evaluate(*corpus(300, marks=0))
+    assert 0.3 < noise.area < 0.7
+
+
+def test_classes_of_different_size_count_the_same() -> None:
+    positive, negative = corpus(400)
+    _, held_out, _ = train_and_evaluate(positive[:40], negative)
+    assert held_out.recall > 0.8 and held_out.area > 0.98
+
+
+def test_the_same_texts_and_seed_give_the_same_weights_and_a_copy_answers_the_same(tmp_path: Path) -> None:
+    positive, negative = corpus(50)
+    labels = [True] * 50 + [False] * 50
+    one, two = (Classifier.train(positive + negative, labels, seed=3) for _ in range(2))
+    assert np.array_equal(one.weights, two.weights) and one.bias == two.bias
+    assert not np.array_equal(one.weights, Classifier.train(positive + negative, labels, seed=4).weights)
+    one.save(tmp_path / "c", {})
+    assert Classifier.load(tmp_path / "c")(positive[0]) == one(positive[0])
+
+
+def test_the_evaluation_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Classifier(np.zeros(1 << BITS, np.float32), 0.0)
+    scores = {"a": 0.9, "b": 0.4, "c": 0.6, "d": 0.6, "e": 0.1}
+    monkeypatch.setattr(Classifier, "__call__", lambda self, text: scores[text])
+    found = model.evaluate("a b c d e".split(), [True, True, True, False, False])
+    counts = found.true_positive, found.false_positive, found.false_negative, found.true_negative
+    assert counts == (2, 1, 1, 1)
+    assert (found.precision, found.recall) == (2 / 3, 2 / 3)
+    # Pairs (positive, negative): a beats both; b loses to d and beats e; c ties with d and beats e.
+    assert found.area == pytest.approx((2 + 1 + 1.5) / 6)
+
+
+def test_copies_are_on_one_side_and_texts_of_both_classes_count_for_none() -> None:
+    positive, negative = corpus(30)
+    _, _, counts = train_and_evaluate(positive * 3 + ["shared  text"], [*negative, "shared text"])
+    assert counts["train"] + counts["held_out"] == 60
+
+
+def test_features_are_words_and_pairs() -> None:
+    assert len(features("One, two. one TWO")) == 4  # one, two, (one two), (two one)
+    assert len(features("")) == 0
+    assert 0.0 < Classifier(np.zeros(1 << BITS, np.float32), 0.0)("") < 1.0
+
+
+def test_one_class_and_damaged_folders_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="both classes"):
+        Classifier.train(["a", "b"], [True, True])
+    with pytest.raises(DataError, match="has no classifier"):
+        Classifier.load(tmp_path)
+    model = Classifier(np.zeros(1 << BITS, np.float32), 0.0)
+    model.save(tmp_path / "c", {})
+    weights = bytearray((tmp_path / "c" / "weights.f32").read_bytes())
+    weights[0] ^= 1
+    (tmp_path / "c" / "weights.f32").write_bytes(weights)
+    with pytest.raises(DataError, match="damaged"):
+        Classifier.load(tmp_path / "c")

@@ -1,0 +1,113 @@
+"""Source code: files follow what they import, licenses are what files and packages say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+
+from glm5.data.corpus.licenses import Licenses, allowed, recognised, spdx, tagged
+from glm5.data.corpus.repository import concatenated, dependency_order
+
+
+def ordered(**files: str) -> list[str]:
+    """The order of files; `a_b__py` stands for a/b.py."""
+    named = {name.replace("__", ".").replace("_", "/"): text for name, text in files.items()}
+    codes = {"py": "Python", "c": "C", "h": "C", "ts": "TypeScript", "rs": "Rust", "java": "Java"}
+    return dependency_order({name: (text, codes[name.rpartition(".")[2]]) for name, text in named.items()})
+
+
+def test_python_files_follow_their_imports() -> None:
+    assert ordered(
+        p_a__py="from p.b import x\nimport os",
+        p_b__py="from . import c\nfrom .d import (\n    y)",
+        p_c__py="import p.d as d, sys",
+        p_d__py="",
+    ) == ["p/d.py", "p/c.py", "p/b.py", "p/a.py"]
+
+
+def test_other_languages_follow_their_imports() -> None:
+    assert ordered(a__c='#include "lib/b.h"\n#include <stdio.h>', lib_b__h='#include "c.h"', lib_c__h="") == [
+        "lib/c.h", "lib/b.h", "a.c",
+    ]  # fmt: skip
+    assert ordered(src_a__ts="import {x} from './b'", src_b__ts="const c = require('../c/index')", c_index__ts="") == [
+        "c/index.ts", "src/b.ts", "src/a.ts",
+    ]  # fmt: skip
+    assert ordered(main__rs="use crate::net::wire;", net_wire__rs="") == ["net/wire.rs", "main.rs"]
+    assert ordered(a_B__java="import a.C;", a_C__java="") == ["a/C.java", "a/B.java"]
+
+
+def test_cycles_end_and_equals_are_alphabetic() -> None:
+    assert ordered(a__py="import b", b__py="import a", c__py="", d__py="import c, a, b") == [
+        "a.py",
+        "b.py",
+        "c.py",
+        "d.py",
+    ]
+
+
+@hypothesis.given(st.lists(st.sets(st.integers(0, 7), max_size=4), min_size=1, max_size=8))
+def test_every_file_comes_once_and_after_its_imports_unless_in_a_cycle(graph: list[set[int]]) -> None:
+    files = {
+        f"m{n}.py": (f"import {', '.join(f'm{k}' for k in sorted(needs)) or 'os'}", "Python")
+        for n, needs in enumerate(graph)
+    }
+    order = dependency_order(files)
+    assert sorted(order) == sorted(files)
+    reach = {n: set() for n in range(len(graph))}
+    for _ in graph:
+        for n, needs in enumerate(graph):
+            reach[n] |= {k for k in needs if k < len(graph)} | {m for k in needs if k < len(graph) for m in reach[k]}
+    for n, needs in enumerate(graph):
+        for k in needs:
+            if k < len(graph) and k != n and n not in reach[k]:
+                assert order.index(f"m{k}.py") < order.index(f"m{n}.py")
+
+
+def test_files_are_joined_up_to_the_limit() -> None:
+    files = {f"{name}.py": (name * 50, "Python") for name in "abc"}
+    found = list(concatenated(files, 130))
+    assert [paths for paths, _ in found] == [["a.py", "b.py"], ["c.py"]]
+    assert found[1][1] == f"# c.py\n{'c' * 50}\n"
+    assert [paths for paths, _ in concatenated(files, 1)] == [["a.py"], ["b.py"], ["c.py"]]
+
+
+def test_licenses_are_recognised() -> None:
+    root = Path(__file__).parents[2]
+    assert recognised((root / "LICENSE").read_text()) == "Apache-2.0"
+    assert recognised("Permission is hereby granted, free of charge, to any person\n obtaining a copy") == "MIT"
+    assert recognised("All rights reserved.") == ""
+    assert tagged("// SPDX-License-Identifier: (MIT OR GPL-2.0-only)\n") == "MIT OR GPL-2.0-only"
+    assert spdx("Expat") == "MIT" and spdx("x" * 200) == ""
+
+
+@pytest.mark.parametrize(
+    ("license", "answer"),
+    [
+        ("MIT", True),
+        ("GPL-2.0-only", False),
+        ("", False),
+        ("MIT OR GPL-2.0-only", True),
+        ("MIT AND GPL-2.0-only", False),
+        ("Apache-2.0 WITH LLVM-exception AND MIT", True),
+    ],
+)
+def test_a_license_is_allowed(license: str, answer: bool) -> None:
+    assert allowed(license, ["permissive"]) is answer
+
+
+def test_packages_and_documentation_say_their_license(tmp_path: Path) -> None:
+    for name, text in {
+        "p-1.0.dist-info/METADATA": "Name: p\nVersion: 1.0\nLicense-Expression: MIT OR Apache-2.0\n",
+        "p-1.0.dist-info/RECORD": "p/a.py,,\nq.py,,\n",
+        "bash/copyright": "Format: x\n\nFiles: *\nCopyright: y\nLicense: GPL-3+\n\nFiles: b\nLicense: Expat\n",
+        "mine/LICENSE.txt": "This is free and unencumbered software released into the public domain.",
+        "none/a.py": "",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    licenses = Licenses(tmp_path)
+    names = "p/a.py", "q.py", "bash/README", "mine/x/y.c", "none/a.py"
+    assert [licenses.of(name) for name in names] == ["MIT OR Apache-2.0"] * 2 + ["GPL-3.0-or-later", "Unlicense", ""]
