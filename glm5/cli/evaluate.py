@@ -47,7 +47,8 @@ def evaluate(
         bool, typer.Option("--template-kwargs/--no-template-kwargs", help="URL: say whether to think in the request.")
     ] = True,
     judge: Annotated[
-        str | None, typer.Option(help="URL of a model that says whether free-text answers are right.")
+        str | None,
+        typer.Option(help="URL of a model that grades answers or web projects; cc-bench-frontend also takes scripted."),
     ] = None,
     judge_name: Annotated[str, typer.Option(help="Its name; default: the server's first.")] = "",
     judge_key_file: Annotated[Path | None, typer.Option(help="File with its API key; or GLM5_JUDGE_KEY.")] = None,
@@ -88,11 +89,8 @@ def evaluate(
 
         grader = None
         if judge is not None:
-            from glm5.eval.answer_judge import AnswerJudge
-            from glm5.serve.keys import find_key
-
-            grader = AnswerJudge.at(judge, judge_name, find_key("judge", None, judge_key_file), concurrency)
-            told = {**told, "judge": {"url": grader.endpoint.base, "name": grader.endpoint.name}}
+            grader, named = _judge(judge, chosen, judge_name, judge_key_file, concurrency)
+            told = {**told, "judge": named}
 
         def advance(what: str, done: int, total: int) -> None:
             status.update(f"{what} ({done} of {total})")
@@ -115,7 +113,11 @@ def evaluate(
     for label, score in (found.get("contamination") or {}).items():
         if isinstance(score, dict) and score["n"]:
             typer.echo(f"problems {label} in training: {score['score']:.1%}, n = {score['n']}")
-    for key in ("errors", "too_long", "note"):
+    for kind in ("checks", "built"):
+        for label, score in found.get(kind, {}).items():
+            line = f"{score['score']:7.1%}  [{score['low']:.1%}, {score['high']:.1%}]  n = {score['n']}"
+            typer.echo(f"{f'{kind}, {label}':<40} {line}")
+    for key in ("errors", "unjudged", "too_long", "note"):
         if key in found:
             typer.echo(f"{key}: {found[key]}")
 
@@ -181,6 +183,23 @@ def _remote(
     told = {"url": endpoint.base, "name": endpoint.name, "template_kwargs": template}
     player = RemotePlayer(endpoint, concurrency, template)
     return with_tokenizer(suite, tokenizer) if tokenizer else suite, player, told
+
+
+def _judge(url: str, suite: Any, name: str, key_file: Path | None, concurrency: int) -> tuple[Any, dict[str, str]]:
+    """The judge of a suite's answers, and what the settings say of it."""
+    from glm5.eval.answer_judge import AnswerJudge
+    from glm5.eval.cc_bench.judge import FrontendJudge
+    from glm5.eval.cc_bench.scripted_judge import scripted_judge
+    from glm5.serve.keys import find_key
+
+    frontend = {part.family == "frontend" for part in suite.parts}
+    if url == "scripted":
+        if frontend != {True}:
+            raise UsageError("--judge scripted is for cc-bench-frontend; give the URL of a model.")
+        return scripted_judge(min(2, concurrency)), {"name": "scripted"}
+    asked = AnswerJudge.at(url, name, find_key("judge", None, key_file), concurrency)
+    grader = FrontendJudge.of(asked.endpoint, min(4, concurrency)) if frontend == {True} else asked
+    return grader, {"url": asked.endpoint.base, "name": asked.endpoint.name}
 
 
 def _natural(value: object) -> int:

@@ -7,10 +7,9 @@ of the answer: it counts under `errors`, and the same command asks again.
 
 from __future__ import annotations
 
+import functools
 import re
-import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -18,14 +17,14 @@ from urllib.parse import urlsplit
 from glm5.agents.endpoint import Endpoint, EndpointError
 from glm5.agents.wire import OnDelta
 from glm5.errors import UsageError
-from glm5.records import Message
+from glm5.eval.judging import Job, Spot, run_jobs
+from glm5.records import Message, Outcome
 from glm5.rl.judge.prompt import in_blocks, read_object
+from glm5.tasks.contract import Problem
 from glm5.tasks.questions import QuestionProblem
 
 TEMPERATURES = (0.0, 0.7)
 """Of the first request for a verdict, and of the second, if the first gave none of the right form."""
-MOST_FAILED = 8
-"""Replies in a row without a verdict that end the evaluation."""
 MOST_TOKENS = 8192
 _TEXT = {"type": "string", "maxLength": 600}
 SCHEMA: dict[str, Any] = {
@@ -72,32 +71,24 @@ class AnswerJudge:
     def verdicts(self, replies: Sequence[tuple[Name, QuestionProblem, str]]) -> Iterator[tuple[Name, bool | str]]:
         """Whether each reply is right, in any order; or why there is no verdict. Raises EndpointError after
         `MOST_FAILED` in a row without one."""
-        left, stopped = iter(replies), threading.Event()
-        running: dict[Future[bool | str], Name] = {}
-        failed = 0
+        jobs: list[tuple[Name, Job[bool]]] = [
+            (name, functools.partial(self.verdict, problem.prompt, problem.answers, reply))
+            for name, problem, reply in replies
+        ]
+        return run_jobs(jobs, self.concurrency, self.endpoint)
 
-        def told(kind: str, text: str) -> None:
-            if stopped.is_set():
-                raise EndpointError("The evaluation was stopped.")
-
-        with ThreadPoolExecutor(self.concurrency, "judge") as threads:
-            try:
-                while True:
-                    while len(running) < self.concurrency and (following := next(left, None)) is not None:
-                        name, problem, reply = following
-                        running[threads.submit(self.verdict, problem.prompt, problem.answers, reply, told)] = name
-                    if not running:
-                        return
-                    for future in wait(running, return_when=FIRST_COMPLETED).done:
-                        name, found = running.pop(future), future.result()
-                        yield name, found
-                        failed = failed + 1 if isinstance(found, str) else 0
-                        if failed >= min(MOST_FAILED, len(replies)):
-                            raise EndpointError(f"The judge gave no verdict {failed} times in a row; the last: {found}")
-            finally:
-                stopped.set()
-                if running:
-                    self.endpoint.close()
+    def judged(
+        self, left: Sequence[tuple[Spot, Problem, Mapping[str, Any]]]
+    ) -> Iterator[tuple[Spot, dict[str, Any] | str]]:
+        """What the verdicts change in rows of a record (see `Judge`)."""
+        replies = [
+            (spot, problem, str(row["reply"]))
+            for spot, problem, row in left
+            if "reply" in row and isinstance(problem, QuestionProblem)
+        ]
+        for spot, found in self.verdicts(replies):
+            outcome = Outcome.SOLVED if found is True else Outcome.FAILED
+            yield spot, found if isinstance(found, str) else {"reward": float(found), "outcome": outcome.value}
 
     def verdict(self, question: str, answers: Sequence[str], reply: str, told: OnDelta | None = None) -> bool | str:
         """Whether the reply is right, or why the judge gives no verdict. An empty reply is wrong without a judge."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -24,20 +24,18 @@ from glm5.config.load import load_recipe
 from glm5.config.suite import Suite, SuitePart
 from glm5.errors import ConfigError, DataError, nearest
 from glm5.eval.contamination import CLEAN, SEEN, Overlap
+from glm5.eval.judging import Judge, Spot
 from glm5.eval.players import Played, Player
 from glm5.eval.record import RESULT, SETTINGS, Record, latest, read_answers
 from glm5.files import atomic_write, exclusive
 from glm5.obs.logs import get_logger
 from glm5.records import Outcome
 from glm5.seeds import derive_seed
-from glm5.stats import Interval, bounded_mean, mean_of_groups, paired_rewards
+from glm5.stats import Interval, bounded_mean, clustered_share, mean_of_groups, paired_rewards
 from glm5.tasks import make_family
 from glm5.tasks.contract import Problem, held_out_problems
 from glm5.tasks.families import FAMILIES
-from glm5.tasks.questions import UNJUDGED, QuestionProblem, is_judged
-
-if TYPE_CHECKING:
-    from glm5.eval.answer_judge import AnswerJudge
+from glm5.tasks.questions import UNJUDGED, is_judged
 
 SUITES = Path(__file__).with_name("suites")
 DEPTHS = 5
@@ -148,7 +146,7 @@ def run_suite(
     folder: Path | None = None,
     told: Mapping[str, Any] | None = None,
     against: Path | None = None,
-    judge: AnswerJudge | None = None,
+    judge: Judge | None = None,
     trained_on: Iterable[str] | None = None,
     advance: Advance = lambda what, done, total: None,
 ) -> dict[str, Any]:
@@ -201,14 +199,14 @@ def _earlier(folder: Path, suite: Suite, judge: Any) -> list[dict[str, Any]]:
 
 
 def _play(
-    suite: Suite, chosen: Chosen, player: Player, seed: int, record: Record, judge: AnswerJudge | None, advance: Advance
+    suite: Suite, chosen: Chosen, player: Player, seed: int, record: Record, judge: Judge | None, advance: Advance
 ) -> list[dict[str, Any]]:
     """Play what the record lacks; returns the answers of the suite's problems."""
     cells = cells_of(suite)
     if judge is None and any(is_judged(problem) for problems in chosen.values() for problem in problems):
         raise ConfigError("A model must say whether these answers are right: give the URL of one with --judge.")
     wanted = {(cell, place): p.key for cell, problems in chosen.items() for place, p in enumerate(problems)}
-    done: dict[tuple[str, int, int], dict[str, Any]] = {}
+    done: dict[Spot, dict[str, Any]] = {}
     for row in latest(record.rows):
         spot = row["cell"], row["place"]
         if spot in wanted and 0 <= row["repeat"] < suite.repeats:
@@ -233,24 +231,20 @@ def _play(
 
 
 def _judge(
-    judge: AnswerJudge,
+    judge: Judge,
     chosen: Chosen,
-    done: dict[tuple[str, int, int], dict[str, Any]],
+    done: dict[Spot, dict[str, Any]],
     record: Record,
     advance: Advance,
 ) -> None:
     """Add verdicts to the answers that have none yet, as further lines of the record."""
-    left: list[tuple[tuple[str, int, int], QuestionProblem, str]] = []
-    for spot, row in done.items():
-        problem = chosen[spot[0]][spot[1]]
-        if row.get("cause") == UNJUDGED and "reply" in row and isinstance(problem, QuestionProblem):
-            left.append((spot, problem, str(row["reply"])))
-    for number, (spot, found) in enumerate(judge.verdicts(left), start=1):
+    left = [(spot, chosen[spot[0]][spot[1]], row) for spot, row in done.items() if row.get("cause") == UNJUDGED]
+    for number, (spot, found) in enumerate(judge.judged(left), start=1):
         row = {key: value for key, value in done[spot].items() if key not in ("cause", "error")}
         if isinstance(found, str):
             row |= {"cause": UNJUDGED, "error": f"the judge gave no verdict: {found}"}
         else:
-            row |= {"reward": float(found), "outcome": (Outcome.SOLVED if found else Outcome.FAILED).value}
+            row |= found
         record.add(row)
         done[spot] = row
         advance("judge", number, len(left))
@@ -271,6 +265,8 @@ def _problems(suite: Suite, cell: Cell) -> list[Problem]:
 def _row(cell: Cell, place: int, repeat: int, problem: Problem, played: Played) -> dict[str, Any]:
     row: dict[str, Any] = {"cell": cell.label, "place": place, "repeat": repeat, "problem": problem.id}
     row |= {"key": problem.key, "reward": played.reward, "outcome": played.outcome.value}
+    if checks := getattr(problem, "checks", ()):
+        row["checks"] = dict.fromkeys(checks, "fail") | played.detail.get("checks", {})
     detail = {key: value for key, value in played.detail.items() if key not in row}
     if isinstance(text := detail.get("text"), str):
         detail["text"] = text[-SHOWN:]  # a long prompt can be made again
@@ -297,8 +293,11 @@ def summary(suite: Suite, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     cells = cells_of(suite)
     means = {cell.label: _mean(scores[cell.label].values(), suite.repeats) for cell in cells}
     found: dict[str, Any] = mean_of_groups(list(means.values())).plain()
-    if len(cells) > 1:
+    checked = any("checks" in row for row in rows)
+    if len(cells) > 1 or checked:
         found["cells"] = {label: interval.plain() for label, interval in means.items()}
+    if checked:
+        found |= _checks(rows)
     for name, values in suite.grid.items():
         if len(values) > 1:
             found[f"by_{name}"] = {
@@ -319,6 +318,28 @@ def summary(suite: Suite, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if suite.note:
         found["note"] = suite.note
     return found
+
+
+def _checks(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of problems with several checks: the share of `checks` that passed, whose interval knows that those of a problem
+    go together, by cell too, and of frontends the share that was `built`. `n` counts checks, and problems if built.
+    A check without a verdict did not pass."""
+    found: dict[str, Any] = {"checks": {}, "built": {}}
+    for label in ["", *dict.fromkeys(row["cell"] for row in rows)]:
+        mine = [row for row in rows if label in ("", row["cell"]) and "checks" in row]
+        problems: dict[Any, list[Mapping[str, Any]]] = defaultdict(list)
+        for row in mine:
+            problems[row["cell"], row["place"]].append(row)
+        passed, totals = (
+            [sum(count(row["checks"]) for row in group) for group in problems.values()]
+            for count in (lambda checks: sum(one == "pass" for one in checks.values()), len)
+        )
+        found["checks"][label or "all"] = clustered_share(passed, totals).plain()
+        if any("built" in row for row in mine):
+            built = [fmean(bool(row.get("built")) for row in group) for group in problems.values()]
+            found["built"][label or "all"] = bounded_mean(built).plain()
+    unjudged = sum(one == "error" for row in rows for one in row.get("checks", {}).values())
+    return {key: value for key, value in found.items() if value} | ({"unjudged": unjudged} if unjudged else {})
 
 
 def contamination(

@@ -6,6 +6,8 @@ from typing import Any
 
 from glm5.register import Register
 from glm5.tasks.agents import AgentFamily
+from glm5.tasks.cc_bench.exploration import ExplorationFamily
+from glm5.tasks.cc_bench.frontend import FrontendFamily
 from glm5.tasks.coding.bugfix import BugfixFamily
 from glm5.tasks.coding.generation import CodeFamily
 from glm5.tasks.contract import Family
@@ -35,6 +37,8 @@ FAMILIES: Register[Family] = Register(
         "assistant": AssistantFamily,
         "bugfix": BugfixFamily,
         "code": CodeFamily,
+        "exploration": ExplorationFamily,
+        "frontend": FrontendFamily,
         "general": GeneralFamily,
         "instructions": InstructionFamily,
         "math": MathFamily,

@@ -57,8 +57,12 @@ class QuestionProblem:
     text: str = ""
     """The question alone, as its file has it."""
 
+    @property
+    def judged(self) -> bool:
+        return self.grader == JUDGED
+
     def env(self) -> Env:
-        if self.grader == JUDGED:
+        if self.judged:
             return JudgedEnv(self, lambda message: 0.0)
         return SingleTurnEnv(self, lambda message: float(GRADERS[self.grader](message.content, self.answers)))
 
@@ -69,7 +73,7 @@ class QuestionProblem:
 
 def is_judged(problem: Problem) -> bool:
     """Whether a model grades the answers."""
-    return isinstance(problem, QuestionProblem) and problem.grader == JUDGED
+    return bool(getattr(problem, "judged", False))
 
 
 class JudgedEnv(SingleTurnEnv):
