@@ -71,7 +71,7 @@ def _read(record: str, rows: Sequence[Mapping[str, Any]]) -> list[Scored]:
     path = Path(where)
     try:
         if path.is_dir():
-            return [_of_suite(path, given, rows)]
+            return _of_suite(path, given, rows)
         return _of_lm_eval(json.loads(path.read_text(encoding="utf-8")), given, rows)
     except ConfigError:
         raise
@@ -80,19 +80,30 @@ def _read(record: str, rows: Sequence[Mapping[str, Any]]) -> list[Scored]:
         raise DataError(f"{said}: {error!r:.200}.") from None
 
 
-def _of_suite(folder: Path, given: str, rows: Sequence[Mapping[str, Any]]) -> Scored:
+def _of_suite(folder: Path, given: str, rows: Sequence[Mapping[str, Any]]) -> list[Scored]:
     settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
     score = json.loads((folder / RESULT).read_text(encoding="utf-8"))
     title, told = str(settings["suite"]["title"]), settings["model"]
-    model = str(told.get("name") or Path(str(told.get("checkpoint", "model"))).name)
-    if not given:
-        suites = {row["suite"]: row["name"] for row in rows if "suite" in row}
-        titles = {tomllib.loads((SUITES / f"{suite}.toml").read_text("utf-8"))["title"]: suite for suite in suites}
-        if title not in titles:
-            raise ConfigError(f'{folder} is of the suite "{title}", which has no row here; say "ROW={folder}".')
-        given = suites[titles[title]]
-    mean, low, high = (100 * float(score[key]) for key in ("score", "low", "high"))
-    return Scored(given, _text(model), _cell(mean, low, high, int(score["n"])))
+    model = _text(str(told.get("name") or Path(str(told.get("checkpoint", "model"))).name))
+    suites = dict.fromkeys(row["suite"] for row in rows if "suite" in row)
+    titles = {tomllib.loads((SUITES / f"{suite}.toml").read_text("utf-8"))["title"]: suite for suite in suites}
+    wanted = [row for row in rows if given in ("", row["name"]) and (given or row.get("suite", "") == titles.get(title, title))]
+    if not wanted:
+        raise ConfigError(f'{folder} is of the suite "{title}", which has no row here; say "ROW={folder}".')
+    found = []
+    for row in wanted:
+        part = _part(score, row)
+        if part is not None:
+            mean, low, high = (100 * float(part[key]) for key in ("score", "low", "high"))
+            found.append(Scored(row["name"], model, _cell(mean, low, high, int(part["n"]))))
+    return found
+
+
+def _part(score: Mapping[str, Any], row: Mapping[str, Any]) -> Any:
+    """The scores in a result that a row is about; None if the part was not played."""
+    if "value" in row:
+        return score.get(row["value"], {}).get(row.get("part", "all"))
+    return score.get("cells", {}).get(row["part"]) if "part" in row else score
 
 
 def _of_lm_eval(found: Mapping[str, Any], given: str, rows: Sequence[Mapping[str, Any]]) -> list[Scored]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from glm5.register import Register
 from glm5.tasks.agents import AgentFamily
+from glm5.tasks.cc_bench.chained import ChainedFamily
 from glm5.tasks.cc_bench.exploration import ExplorationFamily
 from glm5.tasks.cc_bench.frontend import FrontendFamily
 from glm5.tasks.coding.bugfix import BugfixFamily
@@ -36,6 +37,7 @@ FAMILIES: Register[Family] = Register(
         "arithmetic": ArithmeticFamily,
         "assistant": AssistantFamily,
         "bugfix": BugfixFamily,
+        "chained": ChainedFamily,
         "code": CodeFamily,
         "exploration": ExplorationFamily,
         "frontend": FrontendFamily,
