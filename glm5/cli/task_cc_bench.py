@@ -60,6 +60,9 @@ def build_chained(
     requires: Annotated[list[str], typer.Option(help="Package that the tests of --repo need.")] = [],  # noqa: B006
     licence: Annotated[str, typer.Option(help="Of --repo.")] = "unknown",
     most: Annotated[int, typer.Option(min=3, help="Changes of a history, the newest.")] = 15,
+    neutral: Annotated[
+        float, typer.Option(min=0, max=1, help="Relatedness above which two changes belong to one task.")
+    ] = 0.25,
     as_json: Json = False,
 ) -> None:
     """Make chains of tasks from consecutive changes of Python repositories or releases of packages."""
@@ -78,7 +81,7 @@ def build_chained(
                 states = history_of(source, work, most)
             else:
                 origin, states = releases_of(source, work, most)
-            rows += build_chains(origin, states, out / "chains", lambda line: typer.echo(line, err=True))
+            rows += build_chains(origin, states, out / "chains", neutral, lambda line: typer.echo(line, err=True))
         except DataError as error:
             failed[str(source)] = str(error)
     if rows:

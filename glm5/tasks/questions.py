@@ -58,11 +58,11 @@ class QuestionProblem:
     """The question alone, as its file has it."""
 
     @property
-    def judged(self) -> bool:
+    def needs_judge(self) -> bool:
         return self.grader == JUDGED
 
     def env(self) -> Env:
-        if self.judged:
+        if self.needs_judge:
             return JudgedEnv(self, lambda message: 0.0)
         return SingleTurnEnv(self, lambda message: float(GRADERS[self.grader](message.content, self.answers)))
 
@@ -73,7 +73,7 @@ class QuestionProblem:
 
 def is_judged(problem: Problem) -> bool:
     """Whether a model grades the answers."""
-    return bool(getattr(problem, "judged", False))
+    return bool(getattr(problem, "needs_judge", False))
 
 
 class JudgedEnv(SingleTurnEnv):

@@ -40,7 +40,8 @@ _TARGET = re.compile(r'([a-z]+)(?: "((?:[^"\\]|\\.)*)")?(?: #(\d{1,3}))?')
 _INSPECT = """(elements) => elements.slice(0, %d).map((e) => {
   const box = e.getBoundingClientRect(), style = getComputedStyle(e), n = (x) => Math.round(x * 10) / 10;
   const names = ["display", "visibility", "color", "background-color", "fill", "stroke", "font-size", "opacity"];
-  return e.cloneNode(false).outerHTML.slice(0, 400) + " box: " + [box.x, box.y, box.width, box.height].map(n).join(", ")
+  const text = (e.textContent || "").trim().replace(/\\s+/g, " ").slice(0, 120);
+  return e.cloneNode(false).outerHTML.slice(0, 400) + (text && ` text: "${text}"`) + " box: " + [box.x, box.y, box.width, box.height].map(n).join(", ")
     + "; " + names.map((name) => name + ": " + style.getPropertyValue(name)).join("; ");
 })""" % MOST_LISTED
 

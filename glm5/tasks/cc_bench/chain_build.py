@@ -20,7 +20,7 @@ from typing import Any
 
 from glm5.errors import DataError
 from glm5.files import publish_dir
-from glm5.tasks.cc_bench.chain_groups import Changed, Change, Files, change, class_of, partition, related_pairs, split
+from glm5.tasks.cc_bench.chain_groups import NEUTRAL, Changed, Change, Files, change, class_of, partition, related_pairs, split
 from glm5.tasks.swe.candidate import Repository
 from glm5.tasks.swe.commits import git
 from glm5.tasks.swe.driver import APP, IN_ROOM, RoomDriver, spec_of
@@ -116,12 +116,15 @@ def files_of(root: Path) -> dict[str, bytes]:
             if not IGNORED & set((name := path.relative_to(root).as_posix()).split("/")) and ".egg-info/" not in name}  # fmt: skip
 
 
-def build_chains(origin: Origin, states: Sequence[State], out: Path, told: Told = lambda line: None) -> list[dict[str, Any]]:
-    """Write the chains of a history to folders of `out` and return their rows for a manifest."""
+def build_chains(
+    origin: Origin, states: Sequence[State], out: Path, neutral: float = NEUTRAL, told: Told = lambda line: None
+) -> list[dict[str, Any]]:
+    """Write the chains of a history to folders of `out` and return their rows for a manifest. `neutral` is the
+    relatedness above which two changes belong together."""
     rows, first = list[dict[str, Any]](), 0
     while len(states) - 1 - first >= LENGTHS[0]:
         part = states[first : first + LENGTHS[1] + 1]
-        tasks, used = chain_of(origin, part, told)
+        tasks, used = chain_of(origin, part, neutral, told)
         if len(tasks) >= LEAST_TASKS:
             name = f"{origin.name}-{part[0].label}"
             rows.append(write_chain(out / name, origin, part[0], tasks))
@@ -130,11 +133,13 @@ def build_chains(origin: Origin, states: Sequence[State], out: Path, told: Told 
     return rows
 
 
-def chain_of(origin: Origin, states: Sequence[State], told: Told = lambda line: None) -> tuple[list[ChainTask], int]:
+def chain_of(
+    origin: Origin, states: Sequence[State], neutral: float = NEUTRAL, told: Told = lambda line: None
+) -> tuple[list[ChainTask], int]:
     """The tasks of one chain, and how many changes they use."""
     trees = [files_of(state.root) for state in states]
     changes = [change(a, b, state.message) for a, b, state in zip(trees, trees[1:], states[1:])]
-    groups = partition(len(changes), related_pairs(changes))
+    groups = partition(len(changes), related_pairs(changes, neutral))
     tasks, begin, used = list[ChainTask](), 0, 0
     for group in groups:
         whole = change(trees[begin], trees[group.stop], "\n\n".join(filter(None, (states[i + 1].message for i in range(begin, group.stop)))))

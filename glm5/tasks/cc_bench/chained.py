@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +106,10 @@ class ChainEnv(RoomEnv):
         if message is not None and message.tool_calls and over:
             try:
                 with ROOMS:
-                    self._observe(message)
-                    return self._judge()
+                    texts, _ = self._observe(message)
+                    result = self._judge()
+                results = tuple(Message("tool", text) for text in texts)
+                return result if result.done else replace(result, messages=(*results, *result.messages))
             except BuildError as error:
                 raise GradingError(f"{self.problem} cannot be built here: {error}") from error
         return super().step(message)

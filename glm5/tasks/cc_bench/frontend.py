@@ -44,7 +44,7 @@ AGENT = "\nWork with your tools. When the project is done, answer without a call
 
 @dataclass(frozen=True)
 class FrontendProblem(RoomProblem):
-    """`checks` names the check-items by their numbers. `judged`: `glm5.eval.cc_bench` decides them."""
+    """`checks` names the check-items by their numbers; `glm5.eval.cc_bench` decides them."""
 
     task: FrontendTask = None  # type: ignore[assignment]
     kind: Kind = None  # type: ignore[assignment]
@@ -67,7 +67,7 @@ class FrontendProblem(RoomProblem):
         return self.task.statement + "\n" + rules + "\n" + (AGENT if self.tools else ANSWER)
 
     @property
-    def judged(self) -> bool:
+    def needs_judge(self) -> bool:
         return True
 
     @property

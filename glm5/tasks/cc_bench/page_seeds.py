@@ -73,7 +73,7 @@ show();
                   (write(field, first), click(button, first), write(field, second),
                    click(button, f"(?s){first}.*listitem.*{second}"))),
         CheckItem(f'After "{add}" the field is empty.',
-                  (write(field, first, first), click(button, f"listitem.*{first}",
+                  (write(field, first, first), click(button, f"(?s)listitem.*{first}",
                                                      rf'textbox "{label}": {first}'))),
         CheckItem("A field with spaces only adds nothing.",
                   (write(field, "   "), click(button, f"0 {unit}", "listitem"))),

@@ -91,13 +91,13 @@ def test_every_language_gives_the_answers_of_python(service: str, language: str,
 @pytest.mark.slow
 @pytest.mark.parametrize("language", sorted(LANGUAGES))
 def test_tasks_pass_their_check(language: str, tmp_path: Path) -> None:
-    for service in SERVICES:
-        task = backend_task(service, language, 0)
-        if blockers := plan_of(task).blockers:
-            pytest.skip(f"{language}: {blockers[0].message}")
-        task.write(tmp_path / service)
-        report = check(tmp_path / service, repeats=1)
-        assert report.ok and (report.oracle, report.no_op) == (1.0, 0.0), report.reasons
+    service = sorted(SERVICES)[sorted(LANGUAGES).index(language) % len(SERVICES)]
+    task = backend_task(service, language, 0)
+    if blockers := plan_of(task).blockers:
+        pytest.skip(f"{language}: {blockers[0].message}")
+    task.write(tmp_path / service)
+    report = check(tmp_path / service, repeats=1)
+    assert report.ok and (report.oracle, report.no_op) == (1.0, 0.0), report.reasons
 
 
 @needs_rooms

@@ -64,20 +64,20 @@ def module(*functions: str) -> str:
     return "".join(f"def {name}(x):\n    return {body}\n\n\n" for name, body in (one.split(": ", 1) for one in functions))
 
 
-def tests_of(*cases: str) -> str:
+def text_of(*cases: str) -> str:
     lines = [f"def test_{i}_{case.split('(')[0]}():\n    assert n.{case}\n\n\n" for i, case in enumerate(cases)]
     return "import numbers_of as n\n\n\n" + "".join(lines)
 
 
 HISTORY = (
-    ("start", {"numbers_of.py": module("one: 1"), "tests/test_n.py": tests_of("one(0) == 1"), "README.md": "one\n"}),
-    ("Add double", {"numbers_of.py": module("one: 1", "double: 2 * x"), "tests/test_n.py": tests_of("one(0) == 1", "double(3) == 6"),
+    ("start", {"numbers_of.py": module("one: 1"), "tests/test_n.py": text_of("one(0) == 1"), "README.md": "one\n"}),
+    ("Add double", {"numbers_of.py": module("one: 1", "double: 2 * x"), "tests/test_n.py": text_of("one(0) == 1", "double(3) == 6"),
                     "README.md": "one, double\n"}),
     ("Describe double", {"README.md": "one, double; see the wiki\n"}),
     ("Fix double of text", {"numbers_of.py": module("one: 1", "double: 2 * int(x)"),
-                            "tests/test_n.py": tests_of("one(0) == 1", "double(3) == 6", "double('4') == 8")}),
+                            "tests/test_n.py": text_of("one(0) == 1", "double(3) == 6", "double('4') == 8")}),
     ("Add triple", {"numbers_of.py": module("one: 1", "double: 2 * int(x)", "triple: 3 * x"),
-                    "tests/test_n.py": tests_of("one(0) == 1", "double(3) == 6", "double('4') == 8", "triple(2) == 6"),
+                    "tests/test_n.py": text_of("one(0) == 1", "double(3) == 6", "double('4') == 8", "triple(2) == 6"),
                     "data.json": "{}\n"}),
 )  # fmt: skip
 
@@ -101,13 +101,14 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     states = history_of(repo, work, 15)
     assert [state.message for state in states] == [message for message, _ in HISTORY]
     origin = Origin("numbers", "MIT", Path(site()), ("pytest",))
-    (row,) = build_chains(origin, states, folder / "out" / "chains")
+    (row,) = build_chains(origin, states, folder / "out" / "chains", neutral=1.0)
     assert row["tasks"] == 3 and row["classes"] == ["feature", "bug-fix", "feature"]
     assert [len(one) for one in row["changes"]] == [1, 2, 1]  # documentation alone joins the next task
     return folder / "out"
 
 
 @needs_rooms
+@pytest.mark.slow
 def test_what_a_chain_holds(chain: Path) -> None:
     (folder,) = (chain / "chains").iterdir()
     told = read_chain(folder)
@@ -172,12 +173,11 @@ def test_given_files_come_with_their_task_and_tests_cannot_be_edited(chain: Path
     second = bash("true")  # the last message of the first task
     assert second.messages[-1].role == "user" and "Fix double" in second.messages[-1].content
     assert bash("cat README.md; git log --oneline | wc -l").messages[0].content == "one, double; see the wiki\n3\n"
-    for _ in range(4):
-        done = bash("true")
-        if done.done:
-            break
-    env.step(Message("assistant", "done")) if not done.done else None
-    assert done.done is False or done.detail["checks"]["1"] == "fail"
+    bash(f"cat > numbers_of.py <<'END'\n{STEPS[1]}END")
+    third = bash("true")
+    assert [message.role for message in third.messages] == ["tool", "user"]
+    done = [bash(f"cat > numbers_of.py <<'END'\n{STEPS[2]}END"), bash("true"), bash("true")][-1]
+    assert done.done and done.detail["checks"] == {"1": "fail", "2": "pass", "3": "pass"}
 
 
 @needs_rooms

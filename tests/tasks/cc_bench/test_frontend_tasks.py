@@ -75,7 +75,7 @@ def test_kinds(tmp_path: Path) -> None:
 def test_the_family() -> None:
     family = make_family("frontend", tools=[])
     problem = family.problem("heldout", 3)
-    assert "```html index.html" in problem.prompt and problem.judged and len(problem.checks) == len(problem.task.items)
+    assert "```html index.html" in problem.prompt and problem.needs_judge and len(problem.checks) == len(problem.task.items)
     assert "answer without a call" in make_family("frontend").problem("heldout", 3).prompt
     assert len({family.problem("heldout", i).key for i in range(family.size)}) == family.size == 40
     with pytest.raises(DataError, match="for evaluation"):
