@@ -56,7 +56,7 @@ LANGUAGES = {
                  "java -XX:+UseSerialGC -Xmx256m -cp /tmp/classes Main", ("default-jdk-headless",),
                  "a class Service with String answer(String[] command)"),
         Language("typescript", "main.ts", "service.ts",
-                 "tsc --target es2020 --module commonjs --strict --types '' --outDir /tmp/js main.ts service.ts",
+                 "tsc --target es2020 --module commonjs --strict --outDir /tmp/js main.ts service.ts",
                  "node /tmp/js/main.js", ("nodejs", "node-typescript"),
                  "an exported class Service with answer(command: string[]): string"),
     )

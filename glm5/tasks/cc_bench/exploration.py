@@ -1,7 +1,7 @@
 """The family `exploration`: find the file of a large repository that does what a question describes (§6.2, App. B.4).
 
 Questions are made from installed packages. A target is a function with a unique name, in a file at least three folders
-deep that says nothing of it in its name, not named in any `__init__.py`. The question is the first sentence of its
+deep that says nothing of it in its name, not named in any `__init__.py`; half of the function's own name at most. The question is the first sentence of its
 docstring, which names neither file, class nor function; the repository that the model sees lacks that docstring, so
 that the sentence cannot be searched for. The question is solved if the model's tools read the target file.
 """
@@ -28,8 +28,10 @@ from glm5.tasks.tools.python_tool import cut
 
 LEAST_DEPTH = 3
 """Folders between the repository's top and the file."""
-WORDS = (8, 40)
+WORDS = (9, 40)
 """Of a question."""
+NO_VERB = frozenset("the a an this that these it its if given abstract internal private default some note we same all".split())
+"""First words of sentences that do not say what a function does."""
 LEAST_LINES = 5
 """Of a function's body, without its docstring."""
 MOST_FILE = 1 << 20
@@ -267,6 +269,7 @@ class Repository:
         self.root = root
         self.texts = {path.relative_to(root).as_posix(): text for path, text in _sources(root, packages)}
         self.defined = Counter(a or b for text in self.texts.values() for a, b in _DEFINED.findall(text))
+        self._all = "\0".join(self.texts.values())
         starts = (text for path, text in self.texts.items() if path.endswith("__init__.py"))
         self.public = {word for text in starts for word in re.findall(r"\w+", text)}
 
@@ -296,12 +299,15 @@ class Repository:
         first_line = document.split("\n")[0]
         if not WORDS[0] <= len(words) <= WORDS[1] or not _PLAIN.fullmatch(sentence):
             return None
-        own = {_stem(part) for part in _PART.findall(Path(path).stem) if len(part) > 2}
-        if own & {_stem(word) for word in words} or names & set(words) or set(words) & self.shorts(path):
+        if words[0] in NO_VERB or words[1] in ("is", "are", "has"):
+            return None
+        stems = {_stem(word) for word in words}
+        own, called = ({_stem(part) for part in _PART.findall(text) if len(part) > 2} for text in (Path(path).stem, node.name))
+        if own & stems or 2 * len(called & stems) > len(called) or names & set(words) or set(words) & self.shorts(path):
             return None
         if (node.end_lineno or 0) - node.body[0].lineno < LEAST_LINES or len(node.body) < 2:
             return None
-        if sum(text.count(first_line) for text in self.texts.values()) != 1:
+        if self._all.count(first_line) != 1:
             return None
         lines = self.texts[path].split("\n")
         begin, end = node.body[0].lineno, node.body[0].end_lineno or 0

@@ -37,6 +37,8 @@ FILES = {
     "shop/a/b/marked.py": function("marked", "Return `x_y` of the values (see there) that someone gave to it."),
     "shop/a/b/tests/w.py": function("hidden", "Write all addresses of the suppliers into one long list."),
     "shop/a/flat.py": function("flat", "Write all addresses of the suppliers into one short list."),
+    "shop/a/b/told.py": function("write_old_addresses", "Write every address of old suppliers into one long list of the year."),
+    "shop/a/b/noun.py": function("nothing_special", "The prices of a day are kept here for later on by someone."),
     "other/__init__.py": "", "other/data.txt": "x",
 }  # fmt: skip
 
