@@ -26,8 +26,8 @@ from glm5.eval.cc_bench.judge import PASS, TOOLS, FrontendJudge
 from glm5.eval.cc_bench.scripted_judge import ScriptedItem, scripted_judge
 from glm5.records import Message
 from glm5.stats import clustered_share, wilson
-from glm5.tasks.cc_bench import page_seeds, page_seeds_data  # noqa: F401 - their import registers the seeds
-from glm5.tasks.cc_bench.checks import PAGES, CheckItem, FrontendTask, frontend_task
+from glm5.tasks.cc_bench import page_seeds, page_seeds_data, page_seeds_show  # noqa: F401 - they register the seeds
+from glm5.tasks.cc_bench.checks import PAGES, FrontendTask, frontend_task
 from glm5.tasks.cc_bench.project import Project
 
 FIRST = 1000
@@ -84,15 +84,13 @@ class Recorded:
 def demonstrate(folder: Path, numbers: int) -> None:
     rows: dict[bool, list[str]] = {True: [], False: []}
     for task, _, project in pages(FIRST, numbers):
-        heard = list[Recorded]()
-
-        def model_for(task: FrontendTask, item: CheckItem) -> Recorded:
-            heard.append(Recorded(ScriptedItem(item)))  # noqa: B023 - used within this turn of the loop
-            return heard[-1]
-
-        found = FrontendJudge(model_for).verdicts(task, project)
+        heard = [Recorded(ScriptedItem(item)) for item in task.items]
+        left = iter(heard)
+        found = FrontendJudge(lambda task, item, left=left: next(left)).verdicts(task, project)  # type: ignore[misc]
         for one, session in zip(found.values(), heard, strict=True):
-            rows[one.verdict == PASS].append(json.dumps({"messages": list(map(plain, session.messages)), "tools": TOOLS}))
+            rows[one.verdict == PASS].append(
+                json.dumps({"messages": list(map(plain, session.messages)), "tools": TOOLS})
+            )
     least, choice = min(map(len, rows.values())), random.Random(0)
     lines = [line for part in rows.values() for line in choice.sample(part, least)]
     choice.shuffle(lines)
@@ -102,7 +100,9 @@ def demonstrate(folder: Path, numbers: int) -> None:
 
 
 def plain(message: Message) -> dict[str, Any]:
-    calls = [{"type": "function", "function": {"name": c.name, "arguments": dict(c.arguments)}} for c in message.tool_calls]
+    calls = [
+        {"type": "function", "function": {"name": c.name, "arguments": dict(c.arguments)}} for c in message.tool_calls
+    ]
     return {"role": message.role, "content": message.content} | ({"tool_calls": calls} if calls else {})
 
 

@@ -51,12 +51,8 @@ def build_backend(
 @build_app.command("chained")
 def build_chained(
     out: Out,
-    repo: Annotated[
-        list[Path], typer.Option(help="Local git repository; its last changes; may be repeated.")
-    ] = [],  # noqa: B006
-    only: Annotated[
-        list[str], typer.Option(help="Package whose consecutive releases make a chain; may be repeated.")
-    ] = [],  # noqa: B006
+    repo: Annotated[list[Path], typer.Option(help="Local git repository; its last changes.")] = [],  # noqa: B006
+    only: Annotated[list[str], typer.Option(help="Package whose releases make a chain; may be repeated.")] = [],  # noqa: B006
     requires: Annotated[list[str], typer.Option(help="Package that the tests of --repo need.")] = [],  # noqa: B006
     licence: Annotated[str, typer.Option(help="Of --repo.")] = "unknown",
     most: Annotated[int, typer.Option(min=3, help="Changes of a history, the newest.")] = 15,
@@ -73,7 +69,8 @@ def build_chained(
     if not repo and not only:
         raise UsageError("name a git repository with --repo or a package with --only.")
     work, rows, failed = out / "work", list[dict[str, Any]](), dict[str, str]()
-    for source in [*repo, *only]:
+    sources: list[Path | str] = [*repo, *only]
+    for source in sources:
         try:
             if isinstance(source, Path):
                 needed = tuple(sorted({*packages()[1], *requires}))

@@ -39,8 +39,8 @@ class Judge(Protocol):
 def run_jobs(
     jobs: Sequence[tuple[Name, Job[Found]]], concurrency: int, endpoint: Endpoint | None = None
 ) -> Iterator[tuple[Name, Found | str]]:
-    """The results of jobs, `concurrency` at a time. Raises EndpointError after `MOST_FAILED` in a row without a verdict;
-    then the endpoint is closed, so that no request goes on."""
+    """The results of jobs, `concurrency` at a time. Raises EndpointError after `MOST_FAILED` in a row without a
+    verdict; then the endpoint is closed, so that no request goes on."""
     left, stopped = iter(jobs), threading.Event()
     running: dict[Future[Found | str], Name] = {}
     failed = 0

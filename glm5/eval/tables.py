@@ -87,7 +87,11 @@ def _of_suite(folder: Path, given: str, rows: Sequence[Mapping[str, Any]]) -> li
     model = _text(str(told.get("name") or Path(str(told.get("checkpoint", "model"))).name))
     suites = dict.fromkeys(row["suite"] for row in rows if "suite" in row)
     titles = {tomllib.loads((SUITES / f"{suite}.toml").read_text("utf-8"))["title"]: suite for suite in suites}
-    wanted = [row for row in rows if given in ("", row["name"]) and (given or row.get("suite", "") == titles.get(title, title))]
+    wanted = [
+        row
+        for row in rows
+        if given in ("", row["name"]) and (given or row.get("suite", "") == titles.get(title, title))
+    ]
     if not wanted:
         raise ConfigError(f'{folder} is of the suite "{title}", which has no row here; say "ROW={folder}".')
     found = []

@@ -20,6 +20,7 @@ from glm5.sandbox.container import open_environment
 from glm5.sandbox.environment import RoomLimits
 from glm5.sandbox.programs import Room
 from glm5.tasks.cc_bench.project import APP, Project
+from glm5.tasks.slides.boxes import HEIGHT, WIDTH
 from glm5.tasks.slides.browser import Chromium, playwright_driver
 from glm5.tasks.tools.python_tool import cut
 
@@ -30,25 +31,30 @@ SETTLE_S = 0.1
 """Seconds after an action before the page is read."""
 MOST_SHOWN = 8000
 """Characters of a result."""
-MOST_LISTED, MOST_CONSOLE = 12, 40
+MOST_CONSOLE = 40
 MEMORY_BYTES = 1 << 30
 """Of one process of the browser."""
 COMMAND_S = 30.0
-VIEW = {"width": 1280, "height": 720}
 LIMITS = RoomLimits(memory_mb=1024, disk_mb=128)
 _TARGET = re.compile(r'([a-z]+)(?: "((?:[^"\\]|\\.)*)")?(?: #(\d{1,3}))?')
-_INSPECT = """(elements) => elements.slice(0, %d).map((e) => {
+_INSPECT = """(elements) => elements.slice(0, 12).map((e) => {
   const box = e.getBoundingClientRect(), style = getComputedStyle(e), n = (x) => Math.round(x * 10) / 10;
   const names = ["display", "visibility", "color", "background-color", "fill", "stroke", "font-size", "opacity"];
   const text = (e.textContent || "").trim().replace(/\\s+/g, " ").slice(0, 120);
-  return e.cloneNode(false).outerHTML.slice(0, 400) + (text && ` text: "${text}"`) + " box: " + [box.x, box.y, box.width, box.height].map(n).join(", ")
+  return e.cloneNode(false).outerHTML.slice(0, 400) + (text && ` text: "${text}"`)
+    + " box: " + [box.x, box.y, box.width, box.height].map(n).join(", ")
     + "; " + names.map((name) => name + ": " + style.getPropertyValue(name)).join("; ");
-})""" % MOST_LISTED
+})"""
+"""The first elements, one line each."""
 
 
 def _spec(name: str, about: str, **arguments: str) -> dict[str, Any]:
     properties = {key: {"type": "string", "description": text} for key, text in arguments.items()}
-    schema = {"type": "object", "properties": properties, "required": [k for k in arguments if k != "path" or name == "read_file"]}
+    schema = {
+        "type": "object",
+        "properties": properties,
+        "required": [k for k in arguments if k != "path" or name == "read_file"],
+    }
     return {"type": "function", "function": {"name": name, "description": about, "parameters": schema}}
 
 
@@ -64,7 +70,7 @@ SPECS: tuple[Mapping[str, Any], ...] = (
     _spec("console", "What the page wrote to the console since it was opened, and its errors."),
     _spec("list_files", "The project's source files."),
     _spec("read_file", "A source file.", path="as listed"),
-    _spec("terminal", f"Run a line of bash in a copy of the source, at {APP}. There is no network.", command="the line"),
+    _spec("terminal", f"Run a line of bash in a copy of the source, at {APP}, without a network.", command="the line"),
 )  # fmt: skip
 """The tools in OpenAI function format."""
 SHOWS_PAGE = frozenset(("open", "look", "click", "type", "press", "inspect", "screenshot", "console", "terminal"))
@@ -129,11 +135,20 @@ class ProjectBrowser:
             raise _Failed("no page is open; call open")
         try:
             return self._runner.run(asyncio.wait_for(self._watched(act(self._page)), PAGE_S))
-        except TimeoutError:
+        except _Failed:
+            raise
+        except Exception as error:  # of the driver: it is not visible, not enabled, the page has crashed or hangs
+            if self._answers():
+                raise _Failed(" ".join(str(error).split())[:300]) from None
             self._runner.run(self._end())
-            raise _Failed(f"the page did not answer for {PAGE_S:g} seconds and was ended") from None
-        except Exception as error:  # of the driver: nothing there, not visible, a page that crashed
-            raise _Failed(" ".join(str(error).split())[:300]) from None
+            raise _Failed("the page did not answer and was ended") from None
+
+    def _answers(self) -> bool:
+        try:
+            self._runner.run(asyncio.wait_for(self._page.evaluate("0"), ACTION_S))
+        except Exception:
+            return False
+        return True
 
     async def _watched(self, act: Coroutine[Any, Any, str]) -> str:
         """`act`, while the browser's processes are kept from growing too large."""
@@ -174,7 +189,7 @@ class ProjectBrowser:
             await self._context.close()
         assert self._chromium.browser is not None
         self._context = await self._chromium.browser.new_context(
-            viewport=VIEW, service_workers="block", accept_downloads=False, permissions=[]
+            viewport={"width": WIDTH, "height": HEIGHT}, service_workers="block", accept_downloads=False, permissions=[]
         )
         await self._context.route("**/*", self._serve)
         self._page, self._lines = await self._context.new_page(), []
@@ -200,8 +215,12 @@ class ProjectBrowser:
             await route.fulfill(status=404, body="not found")
             return
         kind = mimetypes.guess_type(name)[0] or "application/octet-stream"
-        kind = {"application/octet-stream": "text/javascript"}.get(kind, kind) if name.endswith((".js", ".mjs")) else kind
-        await route.fulfill(body=site[name], content_type=f"{kind}; charset=utf-8" if kind.startswith("text/") else kind)
+        kind = (
+            {"application/octet-stream": "text/javascript"}.get(kind, kind) if name.endswith((".js", ".mjs")) else kind
+        )
+        await route.fulfill(
+            body=site[name], content_type=f"{kind}; charset=utf-8" if kind.startswith("text/") else kind
+        )
 
     def _note(self, text: str) -> None:
         if len(self._lines) < MOST_CONSOLE:

@@ -42,25 +42,62 @@ class Language:
 LANGUAGES = {
     one.name: one
     for one in (
-        Language("python", "main.py", "service.py", "true", "python3 main.py", ("python3",),
-                 "a class Service with a method answer(command: list[str]) -> str"),
-        Language("go", "main.go", "service.go",
-                 "export HOME=/tmp; test -f go.mod || go mod init service; go build -o /tmp/program .", "/tmp/program",
-                 ("golang-go",),
-                 "a function NewService() and a method Answer(command []string) string on what it returns"),
-        Language("cpp", "main.cpp", "service.hpp", "g++ -std=c++17 -O1 -o /tmp/program main.cpp", "/tmp/program",
-                 ("g++",), "a class Service with std::string answer(const std::vector<std::string>& command)"),
-        Language("rust", "main.rs", "service.rs", "rustc --edition 2021 -o /tmp/program main.rs", "/tmp/program",
-                 ("rustc",), "a pub struct Service with new() and answer(&mut self, command: &[&str]) -> String"),
-        Language("java", "Main.java", "Service.java", "javac -d /tmp/classes Main.java Service.java",
-                 "java -XX:+UseSerialGC -Xmx256m -cp /tmp/classes Main", ("default-jdk-headless",),
-                 "a class Service with String answer(String[] command)"),
-        Language("typescript", "main.ts", "service.ts",
-                 "tsc --target es2020 --module commonjs --strict --outDir /tmp/js main.ts service.ts",
-                 "node /tmp/js/main.js", ("nodejs", "node-typescript"),
-                 "an exported class Service with answer(command: string[]): string"),
+        Language(
+            "python",
+            "main.py",
+            "service.py",
+            "true",
+            "python3 main.py",
+            ("python3",),
+            "a class Service with a method answer(command: list[str]) -> str",
+        ),
+        Language(
+            "go",
+            "main.go",
+            "service.go",
+            "export HOME=/tmp; test -f go.mod || go mod init service; go build -o /tmp/program .",
+            "/tmp/program",
+            ("golang-go",),
+            "a function NewService() and a method Answer(command []string) string on what it returns",
+        ),
+        Language(
+            "cpp",
+            "main.cpp",
+            "service.hpp",
+            "g++ -std=c++17 -O1 -o /tmp/program main.cpp",
+            "/tmp/program",
+            ("g++",),
+            "a class Service with std::string answer(const std::vector<std::string>& command)",
+        ),
+        Language(
+            "rust",
+            "main.rs",
+            "service.rs",
+            "rustc --edition 2021 -o /tmp/program main.rs",
+            "/tmp/program",
+            ("rustc",),
+            "a pub struct Service with new() and answer(&mut self, command: &[&str]) -> String",
+        ),
+        Language(
+            "java",
+            "Main.java",
+            "Service.java",
+            "javac -d /tmp/classes Main.java Service.java",
+            "java -XX:+UseSerialGC -Xmx256m -cp /tmp/classes Main",
+            ("default-jdk-headless",),
+            "a class Service with String answer(String[] command)",
+        ),
+        Language(
+            "typescript",
+            "main.ts",
+            "service.ts",
+            "tsc --target es2020 --module commonjs --strict --outDir /tmp/js main.ts service.ts",
+            "node /tmp/js/main.js",
+            ("nodejs", "node-typescript"),
+            "an exported class Service with answer(command: string[]): string",
+        ),
     )
-}  # fmt: skip
+}
 
 TEXTS = {
     "cache": """\
@@ -120,11 +157,17 @@ def _cache(rng: random.Random, capacity: int) -> list[Case]:
         ("evicts the oldest", [*puts, more, f"get {keys[0]}", most, "keys"]),
         ("a get counts as use", [*puts, f"get {keys[0]}", more, f"get {keys[0]}", "keys"]),
         ("a put counts as use", [*puts, f"put {keys[0]} again 70", more, f"get {keys[0]}", "keys"]),
-        ("expires", [f"put {keys[0]} a 2", f"put {keys[1]} b 3", "tick 1", f"get {keys[0]}", "tick 1", "keys", "tick 5"]),
-        ("a new time to live", [f"put {keys[0]} a 2", "tick 1", f"put {keys[0]} b 4", "tick 2", f"get {keys[0]}", "tick 2"]),
+        (
+            "expires",
+            [f"put {keys[0]} a 2", f"put {keys[1]} b 3", "tick 1", f"get {keys[0]}", "tick 1", "keys", "tick 5"],
+        ),
+        (
+            "a new time to live",
+            [f"put {keys[0]} a 2", "tick 1", f"put {keys[0]} b 4", "tick 2", f"get {keys[0]}", "tick 2"],
+        ),
         ("expired entries make room", [f"put {keys[-1]} x 1", *puts[1:], "tick 1", more, "keys"]),
         ("refuses", ["", "get", f"put {keys[0]} 1", "keys now", "drop all", "tick"]),
-    ]  # fmt: skip
+    ]
 
 
 def _ledger(rng: random.Random, fee: int, overdraft: int) -> list[Case]:
@@ -135,21 +178,61 @@ def _ledger(rng: random.Random, fee: int, overdraft: int) -> list[Case]:
     return [
         ("opens", [f"open {one}", f"open {one}", f"balance {one}", f"balance {two}"]),
         ("deposits", [*opened, f"deposit {one} 5", f"deposit {one} 0", f"deposit {three} 7", f"deposit {three} -1"]),
-        ("transfers with a fee", [*opened, f"transfer {one} {two} {part}", f"balance {one}", f"balance {two}", "total"]),
+        (
+            "transfers with a fee",
+            [*opened, f"transfer {one} {two} {part}", f"balance {one}", f"balance {two}", "total"],
+        ),
         ("rounds fees up", [*opened, f"transfer {one} {two} 1", f"transfer {one} {two} 10000", "total"]),
-        ("allows the overdraft and no more",
-         [*opened, f"transfer {one} {two} {edge + 1}", f"transfer {one} {two} {edge}", f"balance {one}",
-          f"transfer {one} {two} {overdraft + 1}"]),
-        ("refuses in order",
-         [*opened, f"transfer {one} {one} 0", f"transfer {one} {three} -3", f"transfer {three} {three} 5",
-          f"transfer {one} {one} 5", f"transfer {one} {one} 99999999"]),
-        ("undoes",
-         [*opened, f"transfer {one} {two} {part}", f"transfer {one} {three} 1", "undo", f"balance {one}", f"balance {two}",
-          "total", "undo", "undo", f"balance {one}"]),
-        ("undoes below the limit", [*opened, f"transfer {one} {two} {part}", f"transfer {two} {one} {part // 2}", "undo",
-                                    "undo", "undo", "total"]),
+        (
+            "allows the overdraft and no more",
+            [
+                *opened,
+                f"transfer {one} {two} {edge + 1}",
+                f"transfer {one} {two} {edge}",
+                f"balance {one}",
+                f"transfer {one} {two} {overdraft + 1}",
+            ],
+        ),
+        (
+            "refuses in order",
+            [
+                *opened,
+                f"transfer {one} {one} 0",
+                f"transfer {one} {three} -3",
+                f"transfer {three} {three} 5",
+                f"transfer {one} {one} 5",
+                f"transfer {one} {one} 99999999",
+            ],
+        ),
+        (
+            "undoes",
+            [
+                *opened,
+                f"transfer {one} {two} {part}",
+                f"transfer {one} {three} 1",
+                "undo",
+                f"balance {one}",
+                f"balance {two}",
+                "total",
+                "undo",
+                "undo",
+                f"balance {one}",
+            ],
+        ),
+        (
+            "undoes below the limit",
+            [
+                *opened,
+                f"transfer {one} {two} {part}",
+                f"transfer {two} {one} {part // 2}",
+                "undo",
+                "undo",
+                "undo",
+                "total",
+            ],
+        ),
         ("refuses other commands", ["", "close it", f"open {one} {two}", "undo all", "total"]),
-    ]  # fmt: skip
+    ]
 
 
 def _booking(rng: random.Random, opening: int, closing: int, gap: int) -> list[Case]:
@@ -159,33 +242,90 @@ def _booking(rng: random.Random, opening: int, closing: int, gap: int) -> list[C
     base = [f"book {red} {mid} {mid + 60}"]
     return [
         ("books", [*base, f"book {blue} {mid} {mid + 60}", f"list {red}", f"list {blue}", "list none"]),
-        ("keeps the hours", [f"book {red} {first - 1} {first + 30}", f"book {red} {first} {last}", f"book {blue} {last} {last}",
-                             f"book {blue} {last - 30} {last + 1}", f"book {blue} {mid + 5} {mid}"]),
-        ("keeps the gap", [*base, f"book {red} {mid + 60 + gap - 1} {mid + 90 + gap}", f"book {red} {mid + 60 + gap} {mid + 90 + gap}",
-                           f"book {red} {mid - 30} {mid - gap + 1}", f"book {red} {mid - 30 - gap} {mid - gap}", f"list {red}"]),
-        ("names the smallest id", [f"book {red} {mid + 120} {mid + 150}", *base, f"book {red} {mid + 30} {mid + 140}",
-                                   f"book {red} {mid + 30} {mid + 31}"]),
+        (
+            "keeps the hours",
+            [
+                f"book {red} {first - 1} {first + 30}",
+                f"book {red} {first} {last}",
+                f"book {blue} {last} {last}",
+                f"book {blue} {last - 30} {last + 1}",
+                f"book {blue} {mid + 5} {mid}",
+            ],
+        ),
+        (
+            "keeps the gap",
+            [
+                *base,
+                f"book {red} {mid + 60 + gap - 1} {mid + 90 + gap}",
+                f"book {red} {mid + 60 + gap} {mid + 90 + gap}",
+                f"book {red} {mid - 30} {mid - gap + 1}",
+                f"book {red} {mid - 30 - gap} {mid - gap}",
+                f"list {red}",
+            ],
+        ),
+        (
+            "names the smallest id",
+            [
+                f"book {red} {mid + 120} {mid + 150}",
+                *base,
+                f"book {red} {mid + 30} {mid + 140}",
+                f"book {red} {mid + 30} {mid + 31}",
+            ],
+        ),
         ("cancels", [*base, "cancel 2", "cancel 1", "cancel 1", *base, f"list {red}"]),
-        ("moves", [*base, f"move 1 {mid + 5} {mid + 65}", f"list {red}", "move 7 1 2", f"move 1 {mid + 9} {mid + 9}",
-                   f"book {red} {mid + 65 + gap} {mid + 125 + gap}", f"move 1 {mid + 70} {mid + 90}", f"list {red}"]),
-        ("finds the first free time", [f"free {red} 30", f"book {red} {first} {first + 40}", f"free {red} 30", *base,
-                                       f"free {red} {mid - first - 40 - 2 * gap}", f"free {red} {mid - first - 39 - 2 * gap}"]),
-        ("finds no free time", [f"free {red} {last - first}", f"free {red} {last - first + 1}",
-                                f"book {red} {first + 30} {last - 30}", f"free {red} 31"]),
+        (
+            "moves",
+            [
+                *base,
+                f"move 1 {mid + 5} {mid + 65}",
+                f"list {red}",
+                "move 7 1 2",
+                f"move 1 {mid + 9} {mid + 9}",
+                f"book {red} {mid + 65 + gap} {mid + 125 + gap}",
+                f"move 1 {mid + 70} {mid + 90}",
+                f"list {red}",
+            ],
+        ),
+        (
+            "finds the first free time",
+            [
+                f"free {red} 30",
+                f"book {red} {first} {first + 40}",
+                f"free {red} 30",
+                *base,
+                f"free {red} {mid - first - 40 - 2 * gap}",
+                f"free {red} {mid - first - 39 - 2 * gap}",
+            ],
+        ),
+        (
+            "finds no free time",
+            [
+                f"free {red} {last - first}",
+                f"free {red} {last - first + 1}",
+                f"book {red} {first + 30} {last - 30}",
+                f"free {red} 31",
+            ],
+        ),
         ("refuses other commands", ["", "book it", "list", f"free {red}", "open up 1 2"]),
-    ]  # fmt: skip
+    ]
 
 
 SERVICES: dict[str, tuple[Callable[..., list[Case]], Callable[[random.Random], dict[str, int]]]] = {
     "cache": (_cache, lambda rng: {"CAPACITY": rng.randint(2, 5)}),
     "ledger": (_ledger, lambda rng: {"FEE": rng.choice((25, 75, 150, 230)), "OVERDRAFT": rng.choice((0, 500, 2000))}),
-    "booking": (_booking, lambda rng: {"OPEN": rng.randint(6, 9), "CLOSE": rng.randint(17, 21), "GAP": rng.choice((5, 10, 15))}),
-}  # fmt: skip
+    "booking": (
+        _booking,
+        lambda rng: {"OPEN": rng.randint(6, 9), "CLOSE": rng.randint(17, 21), "GAP": rng.choice((5, 10, 15))},
+    ),
+}
 
 
 def source(service: str, name: str, values: dict[str, int]) -> str:
     """A source file with its constants set."""
-    text = (SOURCES / service / name).read_text(encoding="utf-8")
+    path = SOURCES / service / name
+    text = (path if path.is_file() else path.with_name(f"{name}.txt")).read_text(
+        encoding="utf-8"
+    )  # Python's is no module
     for constant, value in values.items():
         text = re.sub(rf"(\b{constant}(?:: \w+)? = )\d+", rf"\g<1>{value}", text)
     return text
@@ -221,8 +361,15 @@ def backend_task(service: str, language: str, number: int) -> TaskFolder:
     rng = random.Random(f"cc-bench backend/{service}/{number}")  # the same tests in every language
     values = SERVICES[service][1](rng)
     about = TEXTS[service].format(**values)
-    statement = STATEMENT.format(about=about, language=language, main=spoken.main, service=spoken.service, form=spoken.form,
-                                 build=spoken.build, run=spoken.run)  # fmt: skip
+    statement = STATEMENT.format(
+        about=about,
+        language=language,
+        main=spoken.main,
+        service=spoken.service,
+        form=spoken.form,
+        build=spoken.build,
+        run=spoken.run,
+    )
     draft = Draft(
         statement,
         f"cp /solution/{spoken.service} /app/",
@@ -233,8 +380,15 @@ def backend_task(service: str, language: str, number: int) -> TaskFolder:
     )
     task = folder_of(Seed(f"{service}_{language}", "backend", 2, lambda rng: draft), number, draft)
     solution = {**task.solution, spoken.service: File(source(service, spoken.service, values).encode())}
-    return TaskFolder(task.name.replace("terminal", "backend"), task.config, task.instruction, task.environment, task.tests,
-                      solution, {})  # fmt: skip
+    return TaskFolder(
+        task.name.replace("terminal", "backend"),
+        task.config,
+        task.instruction,
+        task.environment,
+        task.tests,
+        solution,
+        {},
+    )
 
 
 def backend_tasks(languages: Sequence[str] = ()) -> list[tuple[str, TaskFolder]]:

@@ -1,4 +1,4 @@
-"""Makes chained tasks from a linear history of trees: a local git repository, or the releases of a package (§6.2, B.4).
+"""Makes chained tasks from a linear history of trees: a git repository, or the releases of a package (§6.2, App. B.4).
 
 Consecutive changes are grouped (`chain_groups`). A group becomes a task if tests that pass after it fail without its
 golden part; a group without such tests joins the next one. No test of an earlier task may fail later. A chain is
@@ -20,7 +20,17 @@ from typing import Any
 
 from glm5.errors import DataError
 from glm5.files import publish_dir
-from glm5.tasks.cc_bench.chain_groups import NEUTRAL, Changed, Change, Files, change, class_of, partition, related_pairs, split
+from glm5.tasks.cc_bench.chain_groups import (
+    NEUTRAL,
+    Change,
+    Changed,
+    Files,
+    change,
+    class_of,
+    partition,
+    related_pairs,
+    split,
+)
 from glm5.tasks.swe.candidate import Repository
 from glm5.tasks.swe.commits import git
 from glm5.tasks.swe.driver import APP, IN_ROOM, RoomDriver, spec_of
@@ -75,7 +85,9 @@ class ChainTask:
 
 def history_of(repo: Path, work: Path, most: int, end: str = "HEAD") -> list[State]:
     """The last `most` + 1 states of the line of first parents, oldest first; a merge ends it. Raises DataError."""
-    raw = git(repo, "log", "--first-parent", f"-{most + 1}", "--format=%H%x00%P%x00%B%x01", end).decode(errors="replace")
+    raw = git(repo, "log", "--first-parent", f"-{most + 1}", "--format=%H%x00%P%x00%B%x01", end).decode(
+        errors="replace"
+    )
     found = list[State]()
     for record in filter(None, (one.strip("\n") for one in raw.split("\x01"))):
         commit, parents, message = record.split("\0", 2)
@@ -112,8 +124,9 @@ def releases_of(name: str, work: Path, most: int) -> tuple[Origin, list[State]]:
 def files_of(root: Path) -> dict[str, bytes]:
     """The files of a tree by path; links are left out."""
     found = (path for path in sorted(root.rglob("*")) if path.is_file() and not path.is_symlink())
-    return {name: path.read_bytes() for path in found
-            if not IGNORED & set((name := path.relative_to(root).as_posix()).split("/")) and ".egg-info/" not in name}  # fmt: skip
+    named = {path.relative_to(root).as_posix(): path for path in found}
+    kept = (name for name in named if not IGNORED & set(name.split("/")) and ".egg-info/" not in name)
+    return {name: named[name].read_bytes() for name in kept}
 
 
 def build_chains(
@@ -142,7 +155,11 @@ def chain_of(
     groups = partition(len(changes), related_pairs(changes, neutral))
     tasks, begin, used = list[ChainTask](), 0, 0
     for group in groups:
-        whole = change(trees[begin], trees[group.stop], "\n\n".join(filter(None, (states[i + 1].message for i in range(begin, group.stop)))))
+        whole = change(
+            trees[begin],
+            trees[group.stop],
+            "\n\n".join(filter(None, (states[i + 1].message for i in range(begin, group.stop)))),
+        )
         labels = tuple(states[i + 1].label for i in range(begin, group.stop))
         task = _validated(origin, whole, labels, states[group.stop], tasks[-1] if tasks else None)
         if isinstance(task, str):
@@ -153,13 +170,17 @@ def chain_of(
     return tasks, used
 
 
-def _validated(origin: Origin, group: Change, labels: tuple[str, ...], state: State, before: ChainTask | None) -> ChainTask | str:
+def _validated(
+    origin: Origin, group: Change, labels: tuple[str, ...], state: State, before: ChainTask | None
+) -> ChainTask | str:
     """The task, or why the group is none: twice all tests, once without the golden part."""
     parts = split(group.after)
     if not parts.golden or not parts.tests:
         return "it changes no tests, or nothing else"
     try:
-        repository = from_tree(state.root, origin.name, state.label, origin.licence, "", (str(origin.site),), origin.tests)
+        repository = from_tree(
+            state.root, origin.name, state.label, origin.licence, "", (str(origin.site),), origin.tests
+        )
         old = {p: None if group.before[p] is None else (group.before[p] or b"").decode() for p in parts.golden}
     except (DataError, UnicodeDecodeError) as error:
         return str(error)
@@ -175,7 +196,9 @@ def _validated(origin: Origin, group: Change, labels: tuple[str, ...], state: St
     failing = stable - without.passed if not without.stopped else stable
     if not failing:
         return "no test fails without it"
-    return ChainTask(group, labels, repository, stable, tuple(runs[0].collected), tuple(sorted(failing)), runs[0].wall_s)
+    return ChainTask(
+        group, labels, repository, stable, tuple(runs[0].collected), tuple(sorted(failing)), runs[0].wall_s
+    )
 
 
 def write_chain(folder: Path, origin: Origin, first: State, tasks: Sequence[ChainTask]) -> dict[str, Any]:
@@ -190,14 +213,22 @@ def write_chain(folder: Path, origin: Origin, first: State, tasks: Sequence[Chai
             _write_tests(place / "tests", task, origin)
             missing = added_names(task.group)
             rows.append({
-                "statement": statement(task, missing), "class": class_of(task.group, missing), "changes": list(task.labels),
+                "statement": statement(task, missing), "class": class_of(task.group, missing),
+                "changes": list(task.labels),
                 "golden": sorted(parts.golden), "gone": sorted(p for p, data in parts.golden.items() if data is None),
                 "auto_gone": sorted(p for p, data in parts.auto.items() if data is None),
                 "fail_to_pass": len(task.fail_to_pass), "tests": len(task.passing),
             })  # fmt: skip
         paths = list(tasks[-1].repository.paths)
-        about = {"name": origin.name, "licence": origin.licence, "requires": list(origin.requires), "first": first.label}
-        (aside / "chain.json").write_text(json.dumps({**about, "paths": paths, "tasks": rows}, indent=1) + "\n", encoding="utf-8")
+        about = {
+            "name": origin.name,
+            "licence": origin.licence,
+            "requires": list(origin.requires),
+            "first": first.label,
+        }
+        (aside / "chain.json").write_text(
+            json.dumps({**about, "paths": paths, "tasks": rows}, indent=1) + "\n", encoding="utf-8"
+        )
     row = {"name": folder.name, **about, "tasks": len(rows), "classes": [one["class"] for one in rows]}
     return row | {"changes": [one["changes"] for one in rows], "fail_to_pass": [one["fail_to_pass"] for one in rows]}
 
@@ -221,14 +252,25 @@ def _write_tests(folder: Path, task: ChainTask, origin: Origin) -> None:
     rest = sorted(task.passing - set(task.fail_to_pass))
     files = list(repository.test_files)
     limit = max(60, 8 * int(task.wall_s + 1))
-    run = {"name": "tests", "overlay": "", "files": files, "collected": sorted(task.collected), "select": sorted(task.passing)}
+    run = {
+        "name": "tests",
+        "overlay": "",
+        "files": files,
+        "collected": sorted(task.collected),
+        "select": sorted(task.passing),
+    }
     site = any(origin.site.iterdir())
     spec = {
-        **spec_of(repository), "version": 1, "task": "repair", "FAIL_TO_PASS": list(task.fail_to_pass), "PASS_TO_PASS": rest,
+        **spec_of(repository), "version": 1, "task": "repair",
+        "FAIL_TO_PASS": list(task.fail_to_pass), "PASS_TO_PASS": rest,
         "protected": list(repository.protected), "canary_folder": files[0].rpartition("/")[0], "timeout_s": limit,
-        "runs": [run], "site": [SITE] if site else [], "site_sha256": {SITE: site_digest(str(origin.site))} if site else {},
+        "runs": [run], "site": [SITE] if site else [],
+        "site_sha256": {SITE: site_digest(str(origin.site))} if site else {},
     }  # fmt: skip
-    _lay(folder, {"tests.json": (json.dumps(spec, indent=1, sort_keys=True) + "\n").encode(), "test.sh": TEST_SH.encode()})
+    _lay(
+        folder,
+        {"tests.json": (json.dumps(spec, indent=1, sort_keys=True) + "\n").encode(), "test.sh": TEST_SH.encode()},
+    )
     for name in ("grade.py", "runner.py", "confine.py"):
         shutil.copy(IN_ROOM / name, folder / name)
 
@@ -266,9 +308,17 @@ def read_chain(folder: Path) -> Mapping[str, Any]:
     """The content of chain.json. Raises DataError if it is no chain."""
     try:
         found: dict[str, Any] = json.loads((folder / "chain.json").read_text(encoding="utf-8"))
-        steps = [folder / "steps" / str(number) / "tests" / "tests.json" for number in range(1, len(found["tasks"]) + 1)]
-        if not steps or not all(step.is_file() for step in steps) or not all(isinstance(t["statement"], str) for t in found["tasks"]):
+        steps = [
+            folder / "steps" / str(number) / "tests" / "tests.json" for number in range(1, len(found["tasks"]) + 1)
+        ]
+        if (
+            not steps
+            or not all(step.is_file() for step in steps)
+            or not all(isinstance(t["statement"], str) for t in found["tasks"])
+        ):
             raise ValueError("a task lacks its statement or its tests")
         return found
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise DataError(f"{folder} is no chain of tasks (glm5 task build chained makes them): {error!r:.200}.") from None
+        raise DataError(
+            f"{folder} is no chain of tasks (glm5 task build chained makes them): {error!r:.200}."
+        ) from None

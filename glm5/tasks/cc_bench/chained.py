@@ -1,4 +1,4 @@
-"""The family `chained`: tasks in one repository, one after the other; what a task breaks, later ones suffer (§6.2, B.4).
+"""The family `chained`: tasks in one repository, one after another; what one breaks, later ones suffer (§6.2, B.4).
 
 After each task the tests of all tasks so far are run on what the model left. Its changes are committed, the files that
 belong to no task are laid in as they are after the next one, and the next task is given. No task is ever repaired.
@@ -45,7 +45,8 @@ class ChainProblem(RoomProblem):
     def folder(self) -> TaskFolder:
         repo = {f"repo/{name}": file for name, file in _files(self.path / "repo").items()}
         roots = [APP if one == "." else f"{APP}/{one}" for one in self.chain["paths"]]
-        docker = f"FROM python:3.11\nCOPY repo {APP}\nWORKDIR {APP}\nENV PYTHONPATH={':'.join([*roots, SITE])} PYTHONDONTWRITEBYTECODE=1\n"
+        env = f"ENV PYTHONPATH={':'.join([*roots, SITE])} PYTHONDONTWRITEBYTECODE=1"
+        docker = f"FROM python:3.11\nCOPY repo {APP}\nWORKDIR {APP}\n{env}\n"
         limits = Environment(memory_mb=2048, storage_mb=1024, network_mode="no-network", workdir=APP)
         config = TaskConfig(schema_version="1.4", environment=limits)
         environment = {**repo, "Dockerfile": File(docker.encode())}
@@ -173,12 +174,15 @@ class ChainedFamily(Family):
     ) -> None:
         paths = sorted(path.parent for path in Path(folder).glob("**/chain.json")) if folder else []
         if not paths:
-            raise ConfigError('families: "chained" needs options = { folder = "DIR" }, made by `glm5 task build chained`.')
+            raise ConfigError(
+                'families: "chained" needs options = { folder = "DIR" }, made by `glm5 task build chained`.'
+            )
         if not tools or isinstance(tools, str) or any(tool not in TOOLS for tool in tools):
             raise ConfigError(f"families: chained: tools is a list of {', '.join(TOOLS)}.")
         options = (tuple(TOOLS[name] for name in tools), thinking, turns_per_task, most_output, command_s)
         self._problems = [
-            ChainProblem(f"chained/{path.name}", path.name, "chained", path, *options, chain=read_chain(path)) for path in paths
+            ChainProblem(f"chained/{path.name}", path.name, "chained", path, *options, chain=read_chain(path))
+            for path in paths
         ]
         self.size = len(self._problems)
 

@@ -1,9 +1,9 @@
 """The family `exploration`: find the file of a large repository that does what a question describes (§6.2, App. B.4).
 
-Questions are made from installed packages. A target is a function with a unique name, in a file at least three folders
-deep that says nothing of it in its name, not named in any `__init__.py`; half of the function's own name at most. The question is the first sentence of its
-docstring, which names neither file, class nor function; the repository that the model sees lacks that docstring, so
-that the sentence cannot be searched for. The question is solved if the model's tools read the target file.
+Questions are made from installed packages. A target is a function with a unique name that no `__init__.py` mentions, in
+a file at least three folders deep. The question is the first sentence of its docstring. It names neither file, class
+nor function, has no word of the file's name, and at most half of the function's. The model sees the repository without
+that docstring, so the sentence cannot be searched for. A question is solved if the model's tools read the target file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ LEAST_DEPTH = 3
 """Folders between the repository's top and the file."""
 WORDS = (9, 40)
 """Of a question."""
-NO_VERB = frozenset("the a an this that these it its if given abstract internal private default some note we same all".split())
+NO_VERB = frozenset(
+    "the a an this that these it its if given abstract internal private default some note we same all".split()
+)
 """First words of sentences that do not say what a function does."""
 LEAST_LINES = 5
 """Of a function's body, without its docstring."""
@@ -46,9 +48,9 @@ Somewhere in a repository with {files:,} files of Python there is code with this
 
 {question}
 
-Find the file that does it, and read it. Tools: list(path) shows a folder, "." is the top. search(pattern, path) finds an
-extended regular expression below a path. read(path, start) shows a file from line `start` on, {lines} lines at a time.
-When you are done, answer with the path of the file."""
+Find the file that does it, and read it. Tools: list(path) shows a folder, "." is the top. search(pattern, path) finds
+an extended regular expression below a path. read(path, start) shows {lines} lines of a file from line `start` on. When
+you are done, answer with the path of the file."""
 _DEFINED = re.compile(r"^[ \t]*(?:async )?def (\w+)|^[ \t]*class (\w+)", re.MULTILINE)
 _WORD = re.compile(r"[A-Za-z]+")
 _PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")
@@ -100,13 +102,8 @@ class ExplorationEnv:
     turns: int = 0
     malformed: int = 0
 
-    @property
-    def problem(self) -> str:
-        return self.source.id
-
-    @property
-    def domain(self) -> str:
-        return self.source.domain
+    def __post_init__(self) -> None:
+        self.problem, self.domain = self.source.id, self.source.domain
 
     def start(self) -> tuple[Sequence[Message], Sequence[ToolSpec], bool]:
         return (Message("user", self.source.prompt),), self.source.tools, self.source.thinking
@@ -138,7 +135,9 @@ class ExplorationEnv:
             return "error: no such tool"
         if not set(given) <= set(tool["parameters"]["properties"]) or "path" not in {"path": ".", **given}:
             return "error: bad arguments"
-        if not all(isinstance(v, str | int) and len(str(v)) <= MOST_ARGUMENT and "\0" not in str(v) for v in given.values()):
+        if not all(
+            isinstance(v, str | int) and len(str(v)) <= MOST_ARGUMENT and "\0" not in str(v) for v in given.values()
+        ):
             return "error: arguments are short texts"
         path = self._inside(str(given.get("path", ".")))
         if path is None:
@@ -166,7 +165,9 @@ class ExplorationEnv:
             return "error: this is no folder"
         names = self.source.packages if path == "." else sorted(os.listdir(place))
         shown = [f"{name}/" if (place / name).is_dir() else name for name in names if name != "__pycache__"]
-        return "\n".join(shown[:MOST_LISTED]) + (f"\n[{len(shown) - MOST_LISTED} more]" if len(shown) > MOST_LISTED else "")
+        return "\n".join(shown[:MOST_LISTED]) + (
+            f"\n[{len(shown) - MOST_LISTED} more]" if len(shown) > MOST_LISTED else ""
+        )
 
     def _read(self, path: str, start: str) -> str:
         place, target = self.source.root / path, self.source.target
@@ -207,12 +208,14 @@ class ExplorationEnv:
 def _grep(command: Sequence[str], root: Path, text: bytes) -> list[str] | None:
     """The lines that match; None for a pattern of no form, or too little time."""
     try:
-        done = subprocess.run(command, cwd=root, input=text, capture_output=True, timeout=SEARCH_S, env={"LC_ALL": "C.UTF-8"})
+        done = subprocess.run(
+            command, cwd=root, input=text, capture_output=True, timeout=SEARCH_S, env={"LC_ALL": "C.UTF-8"}
+        )
     except subprocess.TimeoutExpired:
         return None
     if done.returncode > 1 and not done.stdout:
         return None
-    return done.stdout[: MOST_FILE].decode("utf-8", "replace").splitlines()
+    return done.stdout[:MOST_FILE].decode("utf-8", "replace").splitlines()
 
 
 class ExplorationFamily(Family):
@@ -247,7 +250,9 @@ class ExplorationFamily(Family):
             prompt = PROMPT.format(files=len(repository.texts), question=target.question, lines=MOST_LINES)
             key = hashlib.sha256(f"{target.path}\0{target.name}\0{target.question}".encode()).hexdigest()[:16]
             self._problems.append(
-                ExplorationProblem(f"exploration/{key}", key, place, target, chosen, prompt, max_turns, most_output, thinking)
+                ExplorationProblem(
+                    f"exploration/{key}", key, place, target, chosen, prompt, max_turns, most_output, thinking
+                )
             )
             if len(self._problems) == count:
                 break
@@ -302,7 +307,9 @@ class Repository:
         if words[0] in NO_VERB or words[1] in ("is", "are", "has"):
             return None
         stems = {_stem(word) for word in words}
-        own, called = ({_stem(part) for part in _PART.findall(text) if len(part) > 2} for text in (Path(path).stem, node.name))
+        own, called = (
+            {_stem(part) for part in _PART.findall(text) if len(part) > 2} for text in (Path(path).stem, node.name)
+        )
         if own & stems or 2 * len(called & stems) > len(called) or names & set(words) or set(words) & self.shorts(path):
             return None
         if (node.end_lineno or 0) - node.body[0].lineno < LEAST_LINES or len(node.body) < 2:

@@ -15,7 +15,7 @@ from glm5.records import Env, Message, Outcome, StepResult
 from glm5.sandbox.cancel import due_in
 from glm5.sandbox.dockerfile_build import BuildError, File
 from glm5.sandbox.environment import RoomFileError
-from glm5.tasks.cc_bench import page_seeds, page_seeds_data  # noqa: F401 - their import registers the seeds
+from glm5.tasks.cc_bench import page_seeds, page_seeds_data, page_seeds_show  # noqa: F401 - they register the seeds
 from glm5.tasks.cc_bench.checks import PAGES, FrontendTask, frontend_task
 from glm5.tasks.cc_bench.kinds import Kind, find_kind
 from glm5.tasks.cc_bench.project import APP, MOST_PACKED, build_project, files_of_answer
@@ -135,7 +135,14 @@ class FrontendFamily(Family):
             raise ConfigError(f"families: frontend: tools is a list of {', '.join(TOOLS)}, or empty.")
         found = find_kind(kind, packages)
         names = [(name, number) for number in range(NUMBERS) for name in sorted(PAGES)]
-        options = (Path(packages).absolute(), tuple(TOOLS[name] for name in tools), thinking, max_turns, most_output, command_s)
+        options = (
+            Path(packages).absolute(),
+            tuple(TOOLS[name] for name in tools),
+            thinking,
+            max_turns,
+            most_output,
+            command_s,
+        )
         self._problems = [
             FrontendProblem(f"frontend/{kind}/{name}-{number}", f"{kind}/{name}-{number}", "frontend", *options,
                             task=frontend_task(name, number), kind=found)

@@ -12,7 +12,10 @@ from glm5.tasks.cc_bench.checks import Page
 
 PACKAGES = Path(__file__).with_name("npm") / "package.json"
 """The packages of all frameworks, with their versions."""
-_VITE = 'import {{ defineConfig }} from "vite";\nimport {name} from "{plugin}";\n\nexport default defineConfig({{ plugins: [{call}] }});\n'
+_VITE = (
+    'import {{ defineConfig }} from "vite";\nimport {name} from "{plugin}";\n\n'
+    "export default defineConfig({{ plugins: [{call}] }});\n"
+)
 _INDEX = (
     '<!doctype html>\n<html lang="en">\n<head><meta charset="utf-8"><title>Project</title></head>\n'
     '<body><div id="root"></div><script type="module" src="/src/{main}"></script></body>\n</html>\n'
@@ -40,7 +43,9 @@ class Kind:
 
 
 def _package(build: str) -> str:
-    return json.dumps({"name": "project", "private": True, "type": "module", "scripts": {"build": build}}, indent=2) + "\n"
+    return (
+        json.dumps({"name": "project", "private": True, "type": "module", "scripts": {"build": build}}, indent=2) + "\n"
+    )
 
 
 def _vite(plugin: str, name: str, call: str, main: str, code: str) -> dict[str, str]:
@@ -56,8 +61,9 @@ def _code(page: Page) -> str:
 
 def _react(page: Page, title: str, file: str = "src/App.jsx", head: str = "") -> dict[str, str]:
     style = f"{Path(file).parent}/page.css"
-    text = f'{head}import {{ useEffect }} from "react";\nimport "./page.css";\n\n{_code(page)}\nexport default function App() {{\n'
-    text += "  useEffect(start, []);\n  return <div dangerouslySetInnerHTML={{ __html: body }} />;\n}\n"
+    text = f'{head}import {{ useEffect }} from "react";\nimport "./page.css";\n\n{_code(page)}\n'
+    text += "export default function App() {\n  useEffect(start, []);\n"
+    text += "  return <div dangerouslySetInnerHTML={{ __html: body }} />;\n}\n"
     return {file: text, style: page.style}
 
 
@@ -67,12 +73,14 @@ def _next(page: Page, title: str) -> dict[str, str]:
 
 def _vue(page: Page, title: str) -> dict[str, str]:
     text = f'<script setup>\nimport {{ onMounted }} from "vue";\n\n{_code(page)}\nonMounted(start);\n</script>\n\n'
-    return {"src/App.vue": f'{text}<template>\n<div v-html="body"></div>\n</template>\n\n<style>\n{page.style}</style>\n'}
+    return {
+        "src/App.vue": f'{text}<template>\n<div v-html="body"></div>\n</template>\n\n<style>\n{page.style}</style>\n'
+    }
 
 
 def _svelte(page: Page, title: str) -> dict[str, str]:
-    text = f'<script>\nimport {{ onMount }} from "svelte";\nimport "./page.css";\n\n{_code(page)}\nonMount(start);\n</script>\n\n'
-    return {"src/App.svelte": f"{text}{{@html body}}\n", "src/page.css": page.style}
+    text = f'<script>\nimport {{ onMount }} from "svelte";\nimport "./page.css";\n\n{_code(page)}\nonMount(start);\n'
+    return {"src/App.svelte": f"{text}</script>\n\n{{@html body}}\n", "src/page.css": page.style}
 
 
 _MOUNT = {
@@ -98,8 +106,10 @@ KINDS = {
              _vite("@vitejs/plugin-vue", "vue", "vue()", "main.js", _MOUNT["vue"]), _vue, 2048),
         Kind("svelte", "Svelte with Vite; src/main.js mounts src/App.svelte, which you write", "dist", "npm run build",
              ("svelte", "vite", "@sveltejs/vite-plugin-svelte"),
-             _vite("@sveltejs/vite-plugin-svelte", "{ svelte }", "svelte()", "main.js", _MOUNT["svelte"]), _svelte, 2048),
-        Kind("next", "Next.js with static export; app/layout.jsx is there, app/page.jsx you write", "out", "npm run build",
+             _vite("@sveltejs/vite-plugin-svelte", "{ svelte }", "svelte()", "main.js", _MOUNT["svelte"]), _svelte,
+             2048),
+        Kind("next", "Next.js with static export; app/layout.jsx is there, app/page.jsx you write", "out",
+             "npm run build",
              ("next", "react", "react-dom"),
              {"package.json": _package("next build"), "app/layout.jsx": _LAYOUT,
               "next.config.mjs": 'export default { output: "export" };\n'}, _next, 4096),
@@ -115,9 +125,11 @@ def find_kind(name: str, packages: str) -> Kind:
     missing = [one for one in kind.needs if not (Path(packages) / "node_modules" / one / "package.json").is_file()]
     if missing and not packages:
         raise ConfigError(
-            f"{name} projects are built with npm packages: copy {PACKAGES.name} of glm5/tasks/cc_bench/npm into a folder "
-            "DIR, run `npm install --prefix DIR`, and say --set packages=DIR; or play --part html alone."
+            f"{name} projects are built with npm packages: copy glm5/tasks/cc_bench/npm/package.json into a "
+            "folder DIR, run `npm install --prefix DIR`, and say --set packages=DIR; or play --part html alone."
         )
     if missing:
-        raise ConfigError(f"{name} projects need the npm package {missing[0]}, which is not in {packages}/node_modules.")
+        raise ConfigError(
+            f"{name} projects need the npm package {missing[0]}, which is not in {packages}/node_modules."
+        )
     return kind

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Mapping
 
 from glm5.tasks.cc_bench.checks import (
     CheckItem,
+    Do,
     FrontendTask,
     Mutant,
     Page,
@@ -142,7 +144,7 @@ field("clear").onclick = () => {
     )
     quantity, cost, run = 'spinbutton "Quantity"', 'spinbutton "Unit price"', 'button "Calculate"'
 
-    def asked(number: int, shows: str, lacks: str = "") -> tuple:  # type: ignore[type-arg]
+    def asked(number: int, shows: str, lacks: str = "") -> tuple[Do, ...]:
         return (write(quantity, str(number)), write(cost, str(price)), click(run, shows, lacks))
 
     items = (
@@ -193,7 +195,8 @@ winner, the text is "Draw". A button "New game" starts again."""
 """,
         """\
 const lines = [[1,2,3],[4,5,6],[7,8,9],[1,4,7],[2,5,8],[3,6,9],[1,5,9],[3,5,7]];
-const board = document.getElementById("board"), say = (text) => { document.getElementById("status").textContent = text; };
+const board = document.getElementById("board"), status_ = document.getElementById("status");
+const say = (text) => { status_.textContent = text; };
 let cells, turn, over;
 const draw = () => {
   board.replaceChildren(...cells.map((player, i) => {
@@ -262,9 +265,9 @@ def sticks(rng: random.Random) -> FrontendTask:
     values = {"heap": heap, "most": most, "rule": "loses" if loser else "wins"}
     values |= {"shift": "3 - player" if loser else "player"}
     statement = """\
-Build a game for two players with a heap of @heap@ sticks. In turn, each player takes 1 to @most@ sticks with the buttons
-"Take 1" to "Take @most@"; player 1 begins. The page says "Sticks: N" and "Player P". A button that would take more
-sticks than there are is disabled. Who takes the last stick @rule@: the page then says "Player P wins" and all the
+Build a game for two players with a heap of @heap@ sticks. In turn, each player takes 1 to @most@ sticks with the
+buttons "Take 1" to "Take @most@"; player 1 begins. The page says "Sticks: N" and "Player P". A button that would take
+more sticks than there are is disabled. Who takes the last stick @rule@: the page then says "Player P wins" and all the
 buttons "Take" are disabled. A button "Restart" begins a new game."""
     page = Page(
         """\
@@ -299,7 +302,8 @@ start();
     wins = 3 - last if loser else last
     to_one = tuple(click(f'button "Take {n}"') for n in moves)
     items = (
-        CheckItem(f"The heap has {heap} sticks at first, and player 1 begins.", (look(f"(?s)Sticks: {heap}.*Player 1"),)),
+        CheckItem(f"The heap has {heap} sticks at first, and player 1 begins.",
+                  (look(f"(?s)Sticks: {heap}.*Player 1"),)),
         CheckItem(f'"Take {most}" takes {most} sticks, and it is the other player\'s turn.',
                   (click(take, f"(?s)Sticks: {heap - most}.*Player 2"),
                    click('button "Take 1"', f"(?s)Sticks: {heap - most - 1}.*Player 1"))),
@@ -388,7 +392,7 @@ show();
 
 def filled_task(
     name: str, category: str, statement: str, items: tuple[CheckItem, ...], page: Page, mutants: dict[str, Mutant],
-    values: dict[str, object],
+    values: Mapping[str, object],
 ) -> FrontendTask:  # fmt: skip
     """The task with its values filled in."""
     parts = Page(*(fill(part, **values) for part in (page.body, page.script, page.style)))

@@ -60,7 +60,7 @@ class Project:
                     parts[part][name] = archive.read(one)
         except (ValueError, KeyError, zipfile.BadZipFile) as error:
             raise DataError(f"the project of a record cannot be read: {error}.") from None
-        return cls(**parts)
+        return cls(parts["source"], parts["site"])
 
 
 def files_of_answer(text: str) -> dict[str, str]:
@@ -87,15 +87,17 @@ def build_project(room: Room, kind: Kind, workdir: str = APP) -> Project:
         return Project({}, {}, f"the project cannot be read: {error}")
     if "index.html" not in site:
         return Project(source, {}, f"{log}\nthere is no index.html".strip())
-    made = Project({name: data for name, data in source.items() if kind.output == "." or not name.startswith(f"{kind.output}/")},
-                   site, log)  # fmt: skip
+    own = {name: data for name, data in source.items() if not name.startswith(f"{kind.output}/")}
+    made = Project(own, site, log)
     if len(made.packed()) > MOST_PACKED:
         return Project({}, {}, f"the project has more than {MOST_PACKED >> 10} KiB")
     return made
 
 
 def _files(room: Room, folder: str) -> dict[str, bytes]:
-    found = {name: data for name, data in room.download_tree(folder, 4 * MOST_BYTES).items() if not LEFT_OUT.search(name)}
+    found = {
+        name: data for name, data in room.download_tree(folder, 4 * MOST_BYTES).items() if not LEFT_OUT.search(name)
+    }
     if len(found) > MOST_FILES or sum(map(len, found.values())) > MOST_BYTES:
         raise RoomFileError(f"more than {MOST_FILES} files or {MOST_BYTES >> 20} MiB")
     return found

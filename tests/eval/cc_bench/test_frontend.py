@@ -62,9 +62,13 @@ def test_the_browser_tools() -> None:
         assert "is no target" in call("click", target="Go!!")
         assert "2 elements" in call("inspect", target="css=button") and "box: " in call("inspect", target="css=h1")
         console = call("console")
-        assert all(text in console for text in ("log: started", "refused: a request to elsewhere.test", "dialog alert: stop"))
+        assert all(
+            text in console for text in ("log: started", "refused: a request to elsewhere.test", "dialog alert: stop")
+        )
         assert "1280 x 720" in call("screenshot")
-        assert call("list_files") == "index.html\nnote.txt\nother.html" and call("read_file", path="note.txt") == "source"
+        assert (
+            call("list_files") == "index.html\nnote.txt\nother.html" and call("read_file", path="note.txt") == "source"
+        )
         assert call("read_file", path="../x").startswith("error: ") and call("nothing").startswith("error: ")
         assert call("click").startswith("error: click takes target")
         assert "missing" not in call("open", path="/a/route") and "not found" in call("open", path="/a/gone.js")
@@ -113,7 +117,9 @@ def test_the_suite_from_end_to_end(tmp_path: Path) -> None:
     out, by_model = tmp_path / "scripted", tmp_path / "model"
     with ScriptedModel(references) as model, ScriptedModel(judge_by_script) as judge:
         common = ["eval", model.url, "--suite", "cc-bench-frontend", "--part", "html", "--set", "tools=[]", "--json"]
-        found = json.loads(run(*common, "--problems", "8", "--judge", "scripted", "--out", str(out)))["cc-bench-frontend"]
+        found = json.loads(run(*common, "--problems", "8", "--judge", "scripted", "--out", str(out)))[
+            "cc-bench-frontend"
+        ]
         again = json.loads(run(*common, "--problems", "2", "--judge", judge.url, "--out", str(by_model)))
     rows = [json.loads(line) for line in (out / "episodes.jsonl").read_text().splitlines()]
     judged = [row for row in rows if "verdicts" in row]
@@ -124,11 +130,14 @@ def test_the_suite_from_end_to_end(tmp_path: Path) -> None:
         task, mutant = task_of(frontend_task(name, int(number)).statement)
         truth += task.truth(mutant)
         assert [row["checks"][str(i + 1)] == "pass" for i in range(len(task.items))] == task.truth(mutant)
-    assert found["checks"]["html"]["score"] == pytest.approx(sum(truth) / len(truth)) and found["built"]["html"]["score"] == 1
-    assert found["score"] == pytest.approx(sum(row["outcome"] == "solved" for row in judged) / 8) and "errors" not in found
+    assert (
+        found["checks"]["html"]["score"] == pytest.approx(sum(truth) / len(truth))
+        and found["built"]["html"]["score"] == 1
+    )
+    assert (
+        found["score"] == pytest.approx(sum(row["outcome"] == "solved" for row in judged) / 8) and "errors" not in found
+    )
     assert again["cc-bench-frontend"]["checks"]["html"]["n"] > 0 and "errors" not in again["cc-bench-frontend"]
     text = run("table", "8", str(out))
     (line,) = [one for one in text.splitlines() if one.startswith("| HTML, check-items |")]
     assert f"{100 * sum(truth) / len(truth):.1f} (" in line.split("|")[2] and f", {len(truth)}" in line
-
-

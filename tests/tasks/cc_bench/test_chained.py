@@ -38,7 +38,9 @@ def test_the_partition_is_the_best_of_all(count: int, most: int, penalty: float,
         if all(len(group) <= most for group in groups):
             best = max(best, value(groups))
     found = partition(count, lambda i, j: pairs[i, j], penalty, most)
-    assert [i for group in found for i in group] == list(range(count)) and all(0 < len(group) <= most for group in found)
+    assert [i for group in found for i in group] == list(range(count)) and all(
+        0 < len(group) <= most for group in found
+    )
     assert value(found) == pytest.approx(best)
 
 
@@ -46,22 +48,31 @@ def test_relatedness_and_the_parts_of_a_group() -> None:
     def changed(message: str, **files: str) -> Change:
         return change({}, {f"{name}.py": text.encode() for name, text in files.items()}, message)
 
-    one, same = changed("parse dates", a="def parse_date(text): pass"), changed("parse dates again", a="def parse_dates(text): pass")
+    one, same = (
+        changed("parse dates", a="def parse_date(text): pass"),
+        changed("parse dates again", a="def parse_dates(text): pass"),
+    )
     far = changed("draw circles", b="class Circle: radius = 1")
     assert relatedness(one, one) == pytest.approx(1.0) and relatedness(one, same) == relatedness(same, one)
     assert 0.0 <= relatedness(one, far) < 0.1 < 0.5 < relatedness(one, same) < 1.0
-    parts = split({"a/b.py": b"", "tests/x.json": b"", "a/test_b.py": None, "README.md": b"", "setup.py": b"", "conftest.py": b""})
+    parts = split(
+        {"a/b.py": b"", "tests/x.json": b"", "a/test_b.py": None, "README.md": b"", "setup.py": b"", "conftest.py": b""}
+    )
     assert set(parts.golden) == {"a/b.py"} and set(parts.tests) == {"tests/x.json", "a/test_b.py", "conftest.py"}
     assert set(parts.auto) == {"README.md", "setup.py"}
     assert class_of(changed("add circles", b="def circle(): pass"), [("b.py", "circle")]) == "feature"
     assert class_of(change({"a.py": b"x = 1"}, {"a.py": b"x = 2"}, "fix a crash"), []) == "bug-fix"
-    assert class_of(change({}, {"test_a.py": b""}), []) == "test" and class_of(change({}, {"a.cfg": b""}), []) == "config"
+    assert (
+        class_of(change({}, {"test_a.py": b""}), []) == "test" and class_of(change({}, {"a.cfg": b""}), []) == "config"
+    )
     renamed = change({"a.py": b"def old(x):\n    return x + 1\n"}, {"a.py": b"def new(x):\n    return x + 1\n"})
     assert class_of(renamed, []) == "refactor"
 
 
 def module(*functions: str) -> str:
-    return "".join(f"def {name}(x):\n    return {body}\n\n\n" for name, body in (one.split(": ", 1) for one in functions))
+    return "".join(
+        f"def {name}(x):\n    return {body}\n\n\n" for name, body in (one.split(": ", 1) for one in functions)
+    )
 
 
 def text_of(*cases: str) -> str:
@@ -71,15 +82,31 @@ def text_of(*cases: str) -> str:
 
 HISTORY = (
     ("start", {"numbers_of.py": module("one: 1"), "tests/test_n.py": text_of("one(0) == 1"), "README.md": "one\n"}),
-    ("Add double", {"numbers_of.py": module("one: 1", "double: 2 * x"), "tests/test_n.py": text_of("one(0) == 1", "double(3) == 6"),
-                    "README.md": "one, double\n"}),
+    (
+        "Add double",
+        {
+            "numbers_of.py": module("one: 1", "double: 2 * x"),
+            "tests/test_n.py": text_of("one(0) == 1", "double(3) == 6"),
+            "README.md": "one, double\n",
+        },
+    ),
     ("Describe double", {"README.md": "one, double; see the wiki\n"}),
-    ("Fix double of text", {"numbers_of.py": module("one: 1", "double: 2 * int(x)"),
-                            "tests/test_n.py": text_of("one(0) == 1", "double(3) == 6", "double('4') == 8")}),
-    ("Add triple", {"numbers_of.py": module("one: 1", "double: 2 * int(x)", "triple: 3 * x"),
-                    "tests/test_n.py": text_of("one(0) == 1", "double(3) == 6", "double('4') == 8", "triple(2) == 6"),
-                    "data.json": "{}\n"}),
-)  # fmt: skip
+    (
+        "Fix double of text",
+        {
+            "numbers_of.py": module("one: 1", "double: 2 * int(x)"),
+            "tests/test_n.py": text_of("one(0) == 1", "double(3) == 6", "double('4') == 8"),
+        },
+    ),
+    (
+        "Add triple",
+        {
+            "numbers_of.py": module("one: 1", "double: 2 * int(x)", "triple: 3 * x"),
+            "tests/test_n.py": text_of("one(0) == 1", "double(3) == 6", "double('4') == 8", "triple(2) == 6"),
+            "data.json": "{}\n",
+        },
+    ),
+)
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +158,11 @@ def play(problem: ChainProblem, *texts: str | None) -> Any:
     env = problem.env()
     for text in texts:
         if text is not None:
-            done = env.step(Message("assistant", tool_calls=(ToolCall("bash", {"command": f"cat > numbers_of.py <<'END'\n{text}END"}),)))
+            done = env.step(
+                Message(
+                    "assistant", tool_calls=(ToolCall("bash", {"command": f"cat > numbers_of.py <<'END'\n{text}END"}),)
+                )
+            )
             assert not done.done, done
         done = env.step(Message("assistant", "It is done."))
     return done
@@ -192,7 +223,17 @@ def test_the_suite(chain: Path, tmp_path: Path) -> None:
 
     record = tmp_path / "out"
     with ScriptedModel(agent) as model:
-        words = ["eval", model.url, "--suite", "cc-bench-chained", "--set", f"folder={chain}", "--out", str(record), "--json"]
+        words = [
+            "eval",
+            model.url,
+            "--suite",
+            "cc-bench-chained",
+            "--set",
+            f"folder={chain}",
+            "--out",
+            str(record),
+            "--json",
+        ]
         done = CliRunner().invoke(app, words, catch_exceptions=False)
     found = json.loads(done.stdout)["cc-bench-chained"]
     assert found["score"] == pytest.approx(2 / 3) and found["checks"]["all"]["n"] == 3 and "errors" not in found

@@ -27,7 +27,8 @@ def function(name: str, text: str) -> str:
 GOOD = "Add up all invoices of a customer that were never paid in full."
 FILES = {
     "shop/__init__.py": "from shop.a.b.q import exported\n",
-    "shop/a/__init__.py": "", "shop/a/b/__init__.py": "",
+    "shop/a/__init__.py": "",
+    "shop/a/b/__init__.py": "",
     "shop/a/b/q7.py": "import os\n\n\n" + function("sum_open", GOOD),
     "shop/a/b/q.py": function("exported", "Tell the newest visitor of a page about the offers of today."),
     "shop/a/b/visitor.py": function("newest", "Tell the newest visitor of a page about the offers of today."),
@@ -37,10 +38,13 @@ FILES = {
     "shop/a/b/marked.py": function("marked", "Return `x_y` of the values (see there) that someone gave to it."),
     "shop/a/b/tests/w.py": function("hidden", "Write all addresses of the suppliers into one long list."),
     "shop/a/flat.py": function("flat", "Write all addresses of the suppliers into one short list."),
-    "shop/a/b/told.py": function("write_old_addresses", "Write every address of old suppliers into one long list of the year."),
+    "shop/a/b/told.py": function(
+        "write_old_addresses", "Write every address of old suppliers into one long list of the year."
+    ),
     "shop/a/b/noun.py": function("nothing_special", "The prices of a day are kept here for later on by someone."),
-    "other/__init__.py": "", "other/data.txt": "x",
-}  # fmt: skip
+    "other/__init__.py": "",
+    "other/data.txt": "x",
+}
 
 
 @pytest.fixture
@@ -65,9 +69,12 @@ def test_targets(problem: ExplorationProblem) -> None:
     assert (target.path, target.name, target.question) == ("shop/a/b/q7.py", "sum_open", GOOD)
     assert GOOD in problem.prompt and "sum_open" not in problem.prompt and "q7" not in problem.prompt
     assert GOOD not in target.shown and "More about it" not in target.shown
-    assert ast.dump(ast.parse(target.shown)) == ast.dump(ast.parse(FILES[target.path].replace(
-        f'    """{GOOD}\n\n    More about it.\n    """\n', "")))  # fmt: skip
-    assert is_deep("a/b/c/d.py") and not any(map(is_deep, ("a/b/d.py", "a/b/c/__init__.py", "a/b/tests/d.py", "a/b/c/test_d.py")))
+    assert ast.dump(ast.parse(target.shown)) == ast.dump(
+        ast.parse(FILES[target.path].replace(f'    """{GOOD}\n\n    More about it.\n    """\n', ""))
+    )
+    assert is_deep("a/b/c/d.py") and not any(
+        map(is_deep, ("a/b/d.py", "a/b/c/__init__.py", "a/b/tests/d.py", "a/b/c/test_d.py"))
+    )
 
 
 def say(env: Any, name: str, **arguments: Any) -> Any:
@@ -79,11 +86,23 @@ def test_only_a_look_at_the_target_solves_it(problem: ExplorationProblem) -> Non
     assert say(env, "list", path=".").messages[0].content == "other/\nshop/"
     assert "q7.py" in say(env, "list", path="shop/a/b").messages[0].content
     assert say(env, "search", pattern="never paid", path=".").messages[0].content == "no match"  # the docstring is gone
-    assert say(env, "search", pattern="def sum_", path="shop").messages[0].content == "shop/a/b/q7.py:4:def sum_open(values):"
+    assert (
+        say(env, "search", pattern="def sum_", path="shop").messages[0].content
+        == "shop/a/b/q7.py:4:def sum_open(values):"
+    )
     assert "total" in say(env, "search", pattern="total \\*", path="shop/a/b/q7.py").messages[0].content
     assert "exported" in say(env, "read", path="shop/a/b/q.py", start="1").messages[0].content
-    for bad in ({"path": "../x"}, {"path": "shop/link.py"}, {"path": "secret.py"}, {"path": "/etc/passwd"}, {"path": "x\0"},
-                {"path": "shop/a"}, {"path": "shop/a/b/q7.py", "start": "99"}, {"path": "shop/a/b/q7.py", "start": "x"}, {}):  # fmt: skip
+    for bad in (
+        {"path": "../x"},
+        {"path": "shop/link.py"},
+        {"path": "secret.py"},
+        {"path": "/etc/passwd"},
+        {"path": "x\0"},
+        {"path": "shop/a"},
+        {"path": "shop/a/b/q7.py", "start": "99"},
+        {"path": "shop/a/b/q7.py", "start": "x"},
+        {},
+    ):
         assert say(env, "read", **bad).messages[0].content.startswith("error: "), bad
     assert say(env, "search", pattern="[", path=".").messages[0].content.startswith("error: ")
     done = say(env, "read", path="shop/a/b/q7.py", start="4")
@@ -117,7 +136,17 @@ def test_the_suite(root: Path, tmp_path: Path) -> None:
 
     out = tmp_path / "out"
     with ScriptedModel(explorer) as model:
-        words = ["eval", model.url, "--suite", "cc-bench-exploration", "--set", f"root={root}", "--out", str(out), "--json"]
+        words = [
+            "eval",
+            model.url,
+            "--suite",
+            "cc-bench-exploration",
+            "--set",
+            f"root={root}",
+            "--out",
+            str(out),
+            "--json",
+        ]
         done = CliRunner().invoke(app, words, catch_exceptions=False)
     found = json.loads(done.stdout)["cc-bench-exploration"]
     assert found["score"] == 1.0 and len((out / "episodes.jsonl").read_text().splitlines()) == 3  # three answers each

@@ -25,7 +25,9 @@ NPM = os.environ.get("GLM5_NPM", "")
 
 
 def test_tasks_are_those_of_the_manifest() -> None:
-    made = {f"{name}-{number}": frontend_task(name, number).digest() for name in PAGES for number in range(frontend.NUMBERS)}
+    made = {
+        f"{name}-{number}": frontend_task(name, number).digest() for name in PAGES for number in range(frontend.NUMBERS)
+    }
     assert made == json.loads(MANIFEST.read_text())
     assert len(made) >= 30 and len({frontend_task(name, 0).category for name in PAGES}) == 7
 
@@ -47,7 +49,8 @@ def test_seeds_have_mutants_that_fail_items_and_differ(name: str) -> None:
 
 
 def test_answers_and_packed_projects() -> None:
-    text = "Look:\n```html index.html\n<p>a\n```\nand\n```js src/a.b.js\nx = 1\n```\n```python\nno path\n```\n```txt ../up.txt\nx\n```\n"
+    text = "Look:\n```html index.html\n<p>a\n```\nand\n```js src/a.b.js\nx = 1\n```\n```python\nno path\n```\n"
+    text += "```txt ../up.txt\nx\n```\n"
     assert files_of_answer(text) == {"index.html": "<p>a\n", "src/a.b.js": "x = 1\n"}
     made = Project({"index.html": b"<p>", "src/x": bytes(range(256))}, {"index.html": b"<p>"})
     assert Project.unpacked(made.packed()) == made and made.built and not Project({}, {"index.html": b" \n"}).built
@@ -64,7 +67,9 @@ def test_kinds(tmp_path: Path) -> None:
         files = kind.project(task.page, TITLE)
         assert any("createElementNS" in text for text in files.values())
         if kind.build:
-            with pytest.raises(ConfigError, match=f"{kind.name} projects are built with npm packages: .*--part html alone"):
+            with pytest.raises(
+                ConfigError, match=f"{kind.name} projects are built with npm packages: .*--part html alone"
+            ):
                 find_kind(kind.name, "")
             with pytest.raises(ConfigError, match=f"need the npm package {kind.needs[0]}, which is not in"):
                 find_kind(kind.name, str(tmp_path))
@@ -75,7 +80,11 @@ def test_kinds(tmp_path: Path) -> None:
 def test_the_family() -> None:
     family = make_family("frontend", tools=[])
     problem = family.problem("heldout", 3)
-    assert "```html index.html" in problem.prompt and problem.needs_judge and len(problem.checks) == len(problem.task.items)
+    assert (
+        "```html index.html" in problem.prompt
+        and problem.needs_judge
+        and len(problem.checks) == len(problem.task.items)
+    )
     assert "answer without a call" in make_family("frontend").problem("heldout", 3).prompt
     assert len({family.problem("heldout", i).key for i in range(family.size)}) == family.size == 40
     with pytest.raises(DataError, match="for evaluation"):
@@ -111,6 +120,8 @@ def test_references_of_frameworks_build(name: str) -> None:
         room.room.upload({f"/app/{path}": text.encode() for path, text in files.items()})
         made = build_project(room.room, problem.kind)
         assert made.built, made.log
-        room.room.upload({f"/app/{next(p for p in files if 'pp' in p and p.endswith(('.jsx', '.vue', '.svelte')))}": b"<<<"})
+        room.room.upload(
+            {f"/app/{next(p for p in files if 'pp' in p and p.endswith(('.jsx', '.vue', '.svelte')))}": b"<<<"}
+        )
         broken = build_project(room.room, problem.kind)
         assert not broken.built and broken.log
