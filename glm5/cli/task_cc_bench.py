@@ -57,8 +57,8 @@ def build_chained(
     licence: Annotated[str, typer.Option(help="Of --repo.")] = "unknown",
     most: Annotated[int, typer.Option(min=3, help="Changes of a history, the newest.")] = 15,
     neutral: Annotated[
-        float, typer.Option(min=0, max=1, help="Relatedness above which two changes belong to one task.")
-    ] = 0.25,
+        float, typer.Option(min=0, max=1, help="Relatedness above which changes belong to one task.")
+    ] = 0.6,
     as_json: Json = False,
 ) -> None:
     """Make chains of tasks from consecutive changes of Python repositories or releases of packages."""

@@ -17,7 +17,8 @@ from urllib.parse import urlsplit
 from glm5.agents.endpoint import Endpoint, EndpointError
 from glm5.agents.wire import OnDelta
 from glm5.errors import UsageError
-from glm5.eval.judging import Job, Spot, run_jobs
+from glm5.eval.judging import Job, run_jobs
+from glm5.eval.players import Spot
 from glm5.records import Message, Outcome
 from glm5.rl.judge.prompt import in_blocks, read_object
 from glm5.tasks.contract import Problem

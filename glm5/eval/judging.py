@@ -1,20 +1,17 @@
-"""Judges of an evaluation: what a suite asks of one, and how many answers are judged at a time."""
+"""Runs the jobs of a judge: how many answers are judged at a time, and when a judge is given up."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from glm5.agents.endpoint import Endpoint, EndpointError
 from glm5.agents.wire import OnDelta
-from glm5.tasks.contract import Problem
 
 MOST_FAILED = 8
 """Answers in a row without a verdict that end the evaluation."""
-Spot = tuple[str, int, int]
-"""An answer of an evaluation: its cell, place and repeat."""
 Name = TypeVar("Name")
 Found = TypeVar("Found")
 FoundByJob = TypeVar("FoundByJob", covariant=True)
@@ -24,16 +21,6 @@ class Job(Protocol[FoundByJob]):
     """Gives a verdict, or says why there is none."""
 
     def __call__(self, told: OnDelta) -> FoundByJob | str: ...
-
-
-class Judge(Protocol):
-    """Decides answers that no program can grade."""
-
-    def judged(
-        self, left: Sequence[tuple[Spot, Problem, Mapping[str, Any]]]
-    ) -> Iterator[tuple[Spot, dict[str, Any] | str]]:
-        """For rows of a record without a verdict: the keys that it changes, or why there is none; in any order."""
-        ...
 
 
 def run_jobs(

@@ -24,8 +24,7 @@ from glm5.config.load import load_recipe
 from glm5.config.suite import Suite, SuitePart
 from glm5.errors import ConfigError, DataError, nearest
 from glm5.eval.contamination import CLEAN, SEEN, Overlap
-from glm5.eval.judging import Judge, Spot
-from glm5.eval.players import Played, Player
+from glm5.eval.players import Judge, Played, Player, Spot
 from glm5.eval.record import RESULT, SETTINGS, Record, latest, read_answers
 from glm5.files import atomic_write, exclusive
 from glm5.obs.logs import get_logger

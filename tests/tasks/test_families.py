@@ -32,13 +32,16 @@ NAMES_OF_ALL = [
     if name
     not in (
         "agent",
+        "chained",
+        "exploration",
+        "frontend",
         "questions",
         "remote",
         "search",
         "swe",
         "terminal",
         "verifiers",
-    )  # whose problems are made elsewhere
+    )  # whose problems are made elsewhere, or are all held out
 ]
 
 

@@ -17,7 +17,8 @@ from glm5.agents.endpoint import Endpoint, EndpointError, Model, Reply
 from glm5.agents.wire import OnDelta
 from glm5.errors import DataError, GradingError
 from glm5.eval.cc_bench.project_browser import SHOWS_PAGE, SPECS, ProjectBrowser
-from glm5.eval.judging import Job, Spot, run_jobs
+from glm5.eval.judging import Job, run_jobs
+from glm5.eval.players import Spot
 from glm5.records import Message, Outcome, ToolCall
 from glm5.rl.judge.prompt import in_blocks, quoted
 from glm5.tasks.cc_bench.checks import CheckItem, FrontendTask

@@ -6,12 +6,14 @@ and compare its answers with those that the Python service gives; there is one c
 
 from __future__ import annotations
 
+import json
 import random
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from glm5.errors import ConfigError, nearest
 from glm5.sandbox.dockerfile_build import File
@@ -341,15 +343,24 @@ def check_service(t: Tests) -> None:
         t.true(done.text.splitlines() == wanted, f'the test "{name}" fails')
 
 
+ANSWERS = """
+
+import json, sys
+told = []
+for commands in json.load(sys.stdin):
+    service = Service()
+    told.append([service.answer(command.split()) for command in commands])
+print(json.dumps(told))
+"""
+
+
 def cases_of(service: str, rng: random.Random, values: dict[str, int]) -> list[tuple[str, list[str], list[str]]]:
     """The unit tests with the answers of the Python service."""
-    scope: dict[str, Any] = {}
-    exec(source(service, "service.py", values), scope)  # our own file
-    found = []
-    for name, commands in SERVICES[service][0](rng, *values.values()):
-        one = scope["Service"]()
-        found.append((name, commands, [one.answer(command.split()) for command in commands]))
-    return found
+    cases = SERVICES[service][0](rng, *values.values())
+    text = source(service, "service.py", values) + ANSWERS
+    order = json.dumps([commands for _, commands in cases])
+    done = subprocess.run([sys.executable, "-I", "-c", text], input=order, capture_output=True, text=True, check=True)
+    return [(name, commands, told) for (name, commands), told in zip(cases, json.loads(done.stdout), strict=True)]
 
 
 def backend_task(service: str, language: str, number: int) -> TaskFolder:

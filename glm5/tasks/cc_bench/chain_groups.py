@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from glm5.tasks.swe.commits import is_fix
 from glm5.tasks.swe.renames import renamed
 
-NEUTRAL, PENALTY = 0.25, 0.1
+NEUTRAL, PENALTY = 0.6, 0.1
 MOST_GROUP = 5
 """Changes of one task."""
 _WORD = re.compile(r"[A-Za-z]{3,}")

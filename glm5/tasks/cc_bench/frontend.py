@@ -6,6 +6,7 @@ A problem ends with the project's build. Whether its check-items hold is decided
 from __future__ import annotations
 
 import functools
+import posixpath
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,11 +55,11 @@ class FrontendProblem(RoomProblem):
         """A task folder in memory; its verifier is the judge."""
         environment = {f"files/{name}": File(text.encode()) for name, text in self.kind.starter.items()}
         base = "node:20" if self.kind.build else "debian:bookworm"
-        copy = "COPY files/ /app/\n" if environment else ""
+        copy = f"COPY files/ {APP}/\n" if environment else ""
         environment["Dockerfile"] = File(f"FROM {base}\nWORKDIR {APP}\n{copy}".encode())
         limits = Environment(memory_mb=self.kind.memory_mb, storage_mb=512, network_mode="no-network", workdir=APP)
         config = TaskConfig(schema_version="1.4", environment=limits, verifier=Verifier())
-        trees = {"/node_modules": self.path / "node_modules"} if self.kind.build else {}
+        trees = {f"{posixpath.dirname(APP)}/node_modules": self.path / "node_modules"} if self.kind.build else {}
         return TaskFolder(self.id, config, self.prompt, environment, {}, {}, {}, trees=trees)
 
     @property

@@ -14,7 +14,7 @@ from glm5.sandbox.environment import RoomFileError
 from glm5.sandbox.programs import Room
 from glm5.tasks.cc_bench.kinds import Kind
 
-APP = "/app"
+APP = "/srv/app"  # beside /srv/node_modules, where Node looks for packages
 MOST_FILES = 500
 MOST_BYTES, MOST_PACKED = 8 << 20, 600 << 10
 """Bytes of all files, and of the packed project, which a record holds."""

@@ -14,12 +14,15 @@ from glm5.cli.options import app
 from glm5.eval.cc_bench.project_browser import ProjectBrowser
 from glm5.eval.cc_bench.scripted_judge import ScriptedItem, scripted_judge
 from glm5.records import Message
+from glm5.tasks import make_family
 from glm5.tasks.cc_bench.checks import PAGES, FrontendTask, frontend_task
 from glm5.tasks.cc_bench.frontend import NUMBERS
-from glm5.tasks.cc_bench.project import Project
+from glm5.tasks.cc_bench.kinds import KINDS
+from glm5.tasks.cc_bench.project import APP, Project, build_project
+from glm5.tasks.harbor.trial import TaskRoom
 from tests.agents.scripted_model import Say, ScriptedModel
 from tests.rooms import needs_rooms
-from tests.tasks.cc_bench.test_frontend_tasks import TITLE
+from tests.tasks.cc_bench.test_frontend_tasks import NPM, TITLE
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
@@ -82,6 +85,25 @@ def test_the_terminal_has_the_source_and_no_network() -> None:
     with ProjectBrowser(project("<p>x", **{"a.txt": b"alpha"})) as browser:
         assert "alpha" in browser.call("terminal", {"command": "cat a.txt"})
         assert "[exit code 0]" not in browser.call("terminal", {"command": "curl -s http://1.1.1.1 || exit 3"})
+
+
+@needs_rooms
+@pytest.mark.parametrize("kind", [name for name in KINDS if KINDS[name].build])
+def test_built_frameworks_in_the_browser(kind: str) -> None:
+    """The reference of a task as a project of each framework passes, and a mutant fails where it should."""
+    if not NPM:
+        pytest.skip("The npm packages are not here; install them and name their folder in GLM5_NPM.")
+    problem = make_family("frontend", kind=kind, packages=NPM).problem("heldout", sorted(KINDS).index(kind))
+    task, mutant = problem.task, min(problem.task.mutants)
+    for name, page in (("", task.page), (mutant, task.mutated(mutant))):
+        with TaskRoom(problem.folder) as room:
+            files = problem.kind.project(page, TITLE)
+            room.room.upload({f"{APP}/{path}": text.encode() for path, text in files.items()})
+            made = build_project(room.room, problem.kind)
+            room.room.upload({f"{APP}/{max(files, key=lambda path: len(files[path]))}": b"<<<"})
+            assert name or not build_project(room.room, problem.kind).built
+        found = scripted_judge().verdicts(task, Project.unpacked(made.packed()))
+        assert [one.verdict == "pass" for one in found.values()] == task.truth(name), (made.log, found)
 
 
 def references(body: dict[str, Any], turn: int) -> Say:

@@ -14,8 +14,7 @@ from glm5.tasks import make_family
 from glm5.tasks.cc_bench import frontend
 from glm5.tasks.cc_bench.checks import PAGES, frontend_task
 from glm5.tasks.cc_bench.kinds import KINDS, PACKAGES, find_kind
-from glm5.tasks.cc_bench.project import Project, build_project, files_of_answer
-from glm5.tasks.harbor.trial import TaskRoom
+from glm5.tasks.cc_bench.project import Project, files_of_answer
 from tests.rooms import needs_rooms
 
 MANIFEST = Path(frontend.__file__).with_name("frontend.json")
@@ -105,23 +104,3 @@ def test_an_episode_ends_with_a_build() -> None:
     env = make_family("frontend").problem("heldout", 0).env()
     empty = env.step(Message("assistant", "I have no time."))
     assert empty.outcome is Outcome.FAILED and not empty.detail["built"] and "no index.html" in empty.detail["log"]
-
-
-@needs_rooms
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in KINDS if KINDS[name].build])
-def test_references_of_frameworks_build(name: str) -> None:
-    """Needs the packages: `npm install --prefix DIR`, with DIR in the variable GLM5_NPM."""
-    if not NPM:
-        pytest.skip("The npm packages are not here; install them and name their folder in GLM5_NPM.")
-    problem = make_family("frontend", kind=name, packages=NPM).problem("heldout", 0)
-    with TaskRoom(problem.folder) as room:
-        files = problem.kind.project(problem.task.page, TITLE)
-        room.room.upload({f"/app/{path}": text.encode() for path, text in files.items()})
-        made = build_project(room.room, problem.kind)
-        assert made.built, made.log
-        room.room.upload(
-            {f"/app/{next(p for p in files if 'pp' in p and p.endswith(('.jsx', '.vue', '.svelte')))}": b"<<<"}
-        )
-        broken = build_project(room.room, problem.kind)
-        assert not broken.built and broken.log
