@@ -15,15 +15,8 @@ from typer.testing import CliRunner
 
 from glm5.cli.options import app
 from glm5.errors import ConfigError
-from glm5.tasks.cc_bench.backend_tasks import (
-    LANGUAGES,
-    NUMBERS,
-    SERVICES,
-    backend_task,
-    backend_tasks,
-    cases_of,
-    source,
-)
+from glm5.tasks.cc_bench.backend_services import SERVICES, cases_of, source
+from glm5.tasks.cc_bench.backend_tasks import LANGUAGES, NUMBERS, backend_task, backend_tasks
 from glm5.tasks.harbor.check import check
 from glm5.tasks.harbor.trial import plan_of
 from glm5.tasks.terminal.build import digest
