@@ -50,7 +50,8 @@ def evaluate(
         bool, typer.Option("--template-kwargs/--no-template-kwargs", help="URL: say whether to think in the request.")
     ] = True,
     judge: Annotated[
-        str | None, typer.Option(help="URL of a model that says whether free-text answers are right.")
+        str | None,
+        typer.Option(help="URL of a model that grades answers or web projects; cc-bench-frontend also takes scripted."),
     ] = None,
     judge_name: Annotated[str, typer.Option(help="Its name; default: the server's first.")] = "",
     judge_key_file: Annotated[Path | None, typer.Option(help="File with its API key; or GLM5_JUDGE_KEY.")] = None,
@@ -108,11 +109,8 @@ def evaluate(
 
         grader, person = None, None
         if judge is not None:
-            from glm5.eval.answer_judge import AnswerJudge
-            from glm5.serve.keys import find_key
-
-            grader = AnswerJudge.at(judge, judge_name, find_key("judge", None, judge_key_file), concurrency)
-            told = {**told, "judge": {"url": grader.endpoint.base, "name": grader.endpoint.name}}
+            grader, named = _judge(judge, chosen, judge_name, judge_key_file, concurrency)
+            told = {**told, "judge": named}
         if user is not None:
             person, played_by = _user(user, user_name, user_key_file)
             told = {**told, "user": played_by}
@@ -139,7 +137,7 @@ def evaluate(
     for label, score in (found.get("contamination") or {}).items():
         if isinstance(score, dict) and score["n"]:
             typer.echo(f"problems {label} in training: {score['score']:.1%}, n = {score['n']}")
-    for key in ("errors", "too_long", "note"):
+    for key in ("errors", "unjudged", "too_long", "note"):
         if key in found:
             typer.echo(f"{key}: {found[key]}")
 
@@ -162,9 +160,10 @@ def table(
 
 def _lines(suite: str, found: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     inner: list[tuple[str, dict[str, Any]]] = []
+    heads = {"cells": "", "pass^k": "pass^", "checks": "checks, ", "built": "built, "}
     for key, group in found.items():
-        if key in ("cells", "pass^k") or key.startswith("by_"):
-            head = {"cells": "", "pass^k": "pass^"}.get(key, f"{key.removeprefix('by_')} ")
+        if key in heads or key.startswith("by_"):
+            head = heads.get(key, f"{key.removeprefix('by_')} ")
             inner += [(f"{head}{label}", score) for label, score in group.items()]
     return [*inner, (suite, found)]
 
@@ -243,6 +242,23 @@ def _user(url: str, name: str, key_file: Path | None) -> tuple[Any, dict[str, st
         raise UsageError("The user's URL has a password, which would be written down; give its key by a file.")
     endpoint = Endpoint(url, name, key=find_key("user", None, key_file), temperature=0.0)
     return simulated_user(endpoint), {"url": endpoint.base, "name": endpoint.name}
+
+
+def _judge(url: str, suite: Any, name: str, key_file: Path | None, concurrency: int) -> tuple[Any, dict[str, str]]:
+    """The judge of a suite's answers, and what the settings say of it."""
+    from glm5.eval.answer_judge import AnswerJudge
+    from glm5.eval.cc_bench.judge import FrontendJudge
+    from glm5.eval.cc_bench.scripted_judge import scripted_judge
+    from glm5.serve.keys import find_key
+
+    frontend = {part.family == "frontend" for part in suite.parts}
+    if url == "scripted":
+        if frontend != {True}:
+            raise UsageError("--judge scripted is for cc-bench-frontend; give the URL of a model.")
+        return scripted_judge(min(2, concurrency)), {"name": "scripted"}
+    asked = AnswerJudge.at(url, name, find_key("judge", None, key_file), concurrency)
+    grader = FrontendJudge.of(asked.endpoint, min(4, concurrency)) if frontend == {True} else asked
+    return grader, {"url": asked.endpoint.base, "name": asked.endpoint.name}
 
 
 def _natural(value: object) -> int:

@@ -1,4 +1,5 @@
-"""Who answers the problems of a suite: here a checkpoint in this process; `remote_player` has a model behind a URL."""
+"""Who answers the problems of a suite: here a checkpoint in this process; `remote_player` has a model behind a URL. And
+who judges answers that no program can grade."""
 
 from __future__ import annotations
 
@@ -38,6 +39,20 @@ class Player(Protocol):
     """Plays problems and yields (place, result), in any order. Draws depend on `seed` and the place alone."""
 
     def play(self, problems: Numbered, suite: Suite, part: SuitePart, seed: int) -> Iterator[tuple[int, Played]]: ...
+
+
+Spot = tuple[str, int, int]
+"""An answer of an evaluation: its cell, place and repeat."""
+
+
+class Judge(Protocol):
+    """Decides answers that no program can grade."""
+
+    def judged(
+        self, left: Sequence[tuple[Spot, Problem, Mapping[str, Any]]]
+    ) -> Iterator[tuple[Spot, dict[str, Any] | str]]:
+        """For rows of a record without a verdict: the keys that it changes, or why there is none; in any order."""
+        ...
 
 
 @dataclass

@@ -38,6 +38,9 @@ SETTINGS = {
     "cybergym": (1.0, 1.0, 32_000),
 }
 """Temperature, top_p and new tokens of the paper's appendix B, where it has them."""
+OWN_TESTS = {"cc-bench-frontend", "cc-bench-exploration", "cc-bench-chained"}
+"""Suites of other data, which tests/tasks/cc_bench and tests/eval/cc_bench play."""
+NAMES = sorted({*suite_names()} - OWN_TESTS)
 
 
 def fixture_of(name: str, folder: Path) -> tuple[Suite, bool]:
@@ -85,7 +88,7 @@ def fixture_of(name: str, folder: Path) -> tuple[Suite, bool]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", suite_names())
+@pytest.mark.parametrize("name", NAMES)
 def test_every_suite_is_played_to_its_end(name: str, tmp_path: Path) -> None:
     """By a server that reads long texts perfectly, picks B, and writes the file that the task in a room wants."""
     suite, rooms = fixture_of(name, tmp_path)
@@ -139,7 +142,7 @@ def test_every_suite_is_played_to_its_end(name: str, tmp_path: Path) -> None:
         assert run_suite(suite, player, folder=tmp_path / "out", **roles) == found and len(model.bodies) == asked
 
 
-@pytest.mark.parametrize("name", suite_names())
+@pytest.mark.parametrize("name", NAMES)
 def test_suites_that_come_with_glm5(name: str, tmp_path: Path) -> None:
     suite, _ = fixture_of(name, tmp_path)
     assert SETTINGS.get(name, (suite.temperature, suite.top_p, suite.max_tokens)) == (
