@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from glm5.agents.endpoint import Endpoint, Model, Reply
+from glm5.data.sft import Conversation, write_conversations
 from glm5.eval.cc_bench.judge import PASS, TOOLS, FrontendJudge
 from glm5.eval.cc_bench.scripted_judge import ScriptedItem, scripted_judge
 from glm5.records import Message
@@ -82,28 +83,19 @@ class Recorded:
 
 
 def demonstrate(folder: Path, numbers: int) -> None:
-    rows: dict[bool, list[str]] = {True: [], False: []}
+    rows: dict[bool, list[Conversation]] = {True: [], False: []}
     for task, _, project in pages(FIRST, numbers):
         heard = [Recorded(ScriptedItem(item)) for item in task.items]
         left = iter(heard)
         found = FrontendJudge(lambda task, item, left=left: next(left)).verdicts(task, project)  # type: ignore[misc]
         for one, session in zip(found.values(), heard, strict=True):
-            rows[one.verdict == PASS].append(
-                json.dumps({"messages": list(map(plain, session.messages)), "tools": TOOLS})
-            )
+            rows[one.verdict == PASS].append(Conversation(session.messages, TOOLS))
     least, choice = min(map(len, rows.values())), random.Random(0)
-    lines = [line for part in rows.values() for line in choice.sample(part, least)]
-    choice.shuffle(lines)
+    chosen = [row for part in rows.values() for row in choice.sample(part, least)]
+    choice.shuffle(chosen)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "train.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    print(f"{len(lines)} conversations, half of them of items that fail: {folder / 'train.jsonl'}")
-
-
-def plain(message: Message) -> dict[str, Any]:
-    calls = [
-        {"type": "function", "function": {"name": c.name, "arguments": dict(c.arguments)}} for c in message.tool_calls
-    ]
-    return {"role": message.role, "content": message.content} | ({"tool_calls": calls} if calls else {})
+    count = write_conversations(folder / "train.jsonl", chosen)
+    print(f"{count} conversations, half of them of items that fail: {folder / 'train.jsonl'}")
 
 
 def main() -> None:

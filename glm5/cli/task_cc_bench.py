@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -61,9 +62,11 @@ def build_chained(
     ] = 0.6,
     as_json: Json = False,
 ) -> None:
-    """Make chains of tasks from consecutive changes of Python repositories or releases of packages."""
+    """Make chains of tasks from consecutive changes of Python repositories or releases of packages. A chain is kept if
+    its own changes solve every task and doing nothing solves none."""
     from glm5.files import atomic_write
     from glm5.tasks.cc_bench.chain_build import Origin, build_chains, history_of, releases_of
+    from glm5.tasks.cc_bench.chained import ChainedFamily, replay
     from glm5.tasks.swe.repositories import install, packages
 
     if not repo and not only:
@@ -78,7 +81,16 @@ def build_chained(
                 states = history_of(source, work, most)
             else:
                 origin, states = releases_of(source, work, most)
-            rows += build_chains(origin, states, out / "chains", neutral, lambda line: typer.echo(line, err=True))
+            made = build_chains(origin, states, out / "chains", neutral, lambda line: typer.echo(line, err=True))
+            for row in made:
+                folder = out / "chains" / row["name"]
+                problem = ChainedFamily(folder=str(folder)).problem("heldout", 0)
+                oracle, no_op = replay(problem, True), replay(problem, False)
+                if all(oracle) and not any(no_op):
+                    rows.append(row)
+                else:
+                    failed[row["name"]] = f"its own changes solve {sum(oracle)} tasks, and doing nothing {sum(no_op)}"
+                    shutil.rmtree(folder)
         except DataError as error:
             failed[str(source)] = str(error)
     if rows:

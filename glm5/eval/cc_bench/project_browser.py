@@ -40,7 +40,7 @@ _TARGET = re.compile(r'([a-z]+)(?: "((?:[^"\\]|\\.)*)")?(?: #(\d{1,3}))?')
 _INSPECT = """(elements) => elements.slice(0, 12).map((e) => {
   const box = e.getBoundingClientRect(), style = getComputedStyle(e), n = (x) => Math.round(x * 10) / 10;
   const names = ["display", "visibility", "color", "background-color", "fill", "stroke", "font-size", "opacity"];
-  const text = (e.textContent || "").trim().replace(/\\s+/g, " ").slice(0, 120);
+  const text = (e.innerText ?? e.textContent ?? "").trim().replace(/\\s+/g, " ").slice(0, 120);
   return e.cloneNode(false).outerHTML.slice(0, 400) + (text && ` text: "${text}"`)
     + " box: " + [box.x, box.y, box.width, box.height].map(n).join(", ")
     + "; " + names.map((name) => name + ": " + style.getPropertyValue(name)).join("; ");
@@ -73,8 +73,8 @@ SPECS: tuple[Mapping[str, Any], ...] = (
     _spec("terminal", f"Run a line of bash in a copy of the source, at {APP}, without a network.", command="the line"),
 )  # fmt: skip
 """The tools in OpenAI function format."""
-SHOWS_PAGE = frozenset(("open", "look", "click", "type", "press", "inspect", "screenshot", "console", "terminal"))
-"""Tools whose results say what the project does, not what is written in it."""
+SHOWS_PAGE = frozenset(("open", "look", "click", "type", "press", "inspect", "screenshot", "console"))
+"""Tools whose results say what the page does, not what is written in its files."""
 
 
 class _Failed(Exception):

@@ -155,6 +155,18 @@ def solved(room: TaskRoom, problem: ChainProblem, number: int) -> bool:
     return bool(verdict["reward"] == 1.0)
 
 
+def replay(problem: ChainProblem, golden: bool) -> list[bool]:
+    """Which tasks are solved if each one's own files are laid in, or nothing is done. Raises what `TaskRoom` raises."""
+    found = list[bool]()
+    with TaskRoom(problem.folder) as room:
+        for number in range(1, len(problem.checks) + 1):
+            lay(room.room, *problem.laid(number, "auto"))
+            if golden:
+                lay(room.room, *problem.laid(number, "golden"))
+            found.append(solved(room, problem, number))
+    return found
+
+
 class ChainedFamily(Family):
     """The chains below `folder` (`glm5 task build chained`); all are held out. `turns_per_task` limits the messages of
     each task; the other options are those of "terminal"."""

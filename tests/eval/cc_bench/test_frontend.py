@@ -34,10 +34,10 @@ def project(html: str, **files: bytes) -> Project:
 
 @pytest.mark.parametrize("name", sorted(PAGES))
 def test_the_scripted_judge_agrees_with_the_truth(name: str) -> None:
-    """The reference and two mutants of each seed: more than 100 items with known truth over all seeds."""
+    """The reference and one or two mutants of each seed: more than 100 items with known truth over all seeds."""
     number = sorted(PAGES).index(name) % NUMBERS
     task = frontend_task(name, number)
-    for mutant in ("", *sorted(task.mutants)[number % 2 :: 3]):
+    for mutant in ("", *sorted(task.mutants)[number::4]):
         page = task.mutated(mutant) if mutant else task.page
         found = scripted_judge().verdicts(task, project(page.html(TITLE)))
         told = [one.verdict == "pass" for one in found.values()]

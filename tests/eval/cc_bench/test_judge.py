@@ -93,6 +93,8 @@ def test_a_verdict_without_evidence_is_refused_and_then_an_error() -> None:
         found, model = check(OPEN, bad)
         assert found.verdict == "error" and len(model.heard) == 1 + judging.MOST_REFUSED
     assert check(READ, verdict(True, "all checks pass"))[0].verdict == "error"  # a comment is no behaviour
+    shown = check(("terminal", {}), verdict(True, "all checks pass"), tools=Shows({"terminal": "// all checks pass"}))
+    assert shown[0].verdict == "error"
     assert check(READ, verdict(False, "all checks pass"))[0].verdict == "fail"
     assert check(verdict(True, "text: 1 open"))[0].verdict == "error"  # it has looked at nothing
 
