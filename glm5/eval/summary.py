@@ -49,7 +49,8 @@ def summary(suite: Suite, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     The repeats of a problem are averaged first, so n counts problems. The mean over cells counts each alike. `errors`
     counts failures of environments, `too_long` what did not fit into the context; both score 0. `needle_recall` by cell
     is the share of the needles' tokens that the indexers select, if it was measured. `pass^k` has the k of `all_of`.
-    Of dollars, `unit` says so, and the ends of an interval from one problem are None.
+    Of dollars, `unit` says so, and the ends of an interval from one problem are None. Problems with several checks add
+    `checks` and `built`.
     """
     scores: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     by_depth: dict[int, dict[tuple[str, int], list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -100,8 +101,9 @@ def _checks(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     go together, by cell too, and of frontends the share that was `built`. `n` counts checks, and problems if built.
     A check without a verdict did not pass."""
     found: dict[str, Any] = {"checks": {}, "built": {}}
-    for label in ["", *dict.fromkeys(row["cell"] for row in rows)]:
-        mine = [row for row in rows if label in ("", row["cell"]) and "checks" in row]
+    checked = [row for row in rows if "checks" in row]
+    for label in ["", *dict.fromkeys(row["cell"] for row in checked)]:
+        mine = [row for row in checked if label in ("", row["cell"])]
         problems: dict[Any, list[Mapping[str, Any]]] = defaultdict(list)
         for row in mine:
             problems[row["cell"], row["place"]].append(row)
@@ -113,7 +115,7 @@ def _checks(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if any("built" in row for row in mine):
             built = [fmean(bool(row.get("built")) for row in group) for group in problems.values()]
             found["built"][label or "all"] = bounded_mean(built).plain()
-    unjudged = sum(one == "error" for row in rows for one in row.get("checks", {}).values())
+    unjudged = sum(one == "error" for row in checked for one in row["checks"].values())
     return {key: value for key, value in found.items() if value} | ({"unjudged": unjudged} if unjudged else {})
 
 
