@@ -245,6 +245,8 @@ def _row(cell: Cell, place: int, repeat: int, problem: Problem, played: Played) 
     row |= {"key": problem.key, "reward": played.reward, "outcome": played.outcome.value}
     if checks := getattr(problem, "checks", ()):
         row["checks"] = dict.fromkeys(checks, "fail") | played.detail.get("checks", {})
+        if is_judged(problem):  # a frontend, which an answer that was cut off does not build
+            row["built"] = bool(played.detail.get("built"))
     detail = {key: value for key, value in played.detail.items() if key not in row}
     if isinstance(text := detail.get("text"), str):
         detail["text"] = text[-SHOWN:]  # a long prompt can be made again

@@ -11,6 +11,7 @@ golden part; a group without such tests joins the next one. No test of an earlie
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -221,7 +222,7 @@ def write_chain(folder: Path, origin: Origin, first: State, tasks: Sequence[Chai
             })  # fmt: skip
         paths = list(tasks[-1].repository.paths)
         about = {
-            "name": origin.name,
+            "package": origin.name,
             "licence": origin.licence,
             "requires": list(origin.requires),
             "first": first.label,
@@ -229,7 +230,11 @@ def write_chain(folder: Path, origin: Origin, first: State, tasks: Sequence[Chai
         (aside / "chain.json").write_text(
             json.dumps({**about, "paths": paths, "tasks": rows}, indent=1) + "\n", encoding="utf-8"
         )
-    row = {"name": folder.name, **about, "tasks": len(rows), "classes": [one["class"] for one in rows]}
+    told = hashlib.sha256()
+    for path, data in files_of(folder).items():
+        told.update(f"\0{path}\0{len(data)}\0".encode() + data)
+    row = {"name": folder.name, **about, "sha256": told.hexdigest(), "tasks": len(rows)}
+    row |= {"classes": [one["class"] for one in rows]}
     return row | {"changes": [one["changes"] for one in rows], "fail_to_pass": [one["fail_to_pass"] for one in rows]}
 
 

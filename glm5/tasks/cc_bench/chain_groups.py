@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from glm5.tasks.swe.commits import is_fix
 from glm5.tasks.swe.renames import renamed
+from glm5.tasks.swe.repositories import NOT_SOURCE
 
 NEUTRAL, PENALTY = 0.6, 0.1
 MOST_GROUP = 5
@@ -98,7 +99,7 @@ def related_pairs(changes: Sequence[Change], neutral: float = NEUTRAL) -> Pairs:
 @dataclass(frozen=True)
 class Split:
     """A group's files after it: `golden` is what the task asks for, `tests` are hidden, `auto` is laid in before the
-    task, for it is neither: documentation, data, configuration."""
+    task, for it is neither: documentation, data, configuration, scripts."""
 
     golden: Changed
     tests: Changed
@@ -110,8 +111,8 @@ def split(changed: Changed) -> Split:
     all that lies in their folders to `tests`."""
     parts: dict[str, dict[str, bytes | None]] = {"golden": {}, "tests": {}, "auto": {}}
     for path, data in changed.items():
-        kind = "tests" if _TEST.fullmatch(path) else "golden" if path.endswith(".py") and path != "setup.py" else "auto"
-        parts[kind][path] = data
+        source = path.endswith(".py") and path != "setup.py" and not NOT_SOURCE & set(path.split("/")[:-1])
+        parts["tests" if _TEST.fullmatch(path) else "golden" if source else "auto"][path] = data
     return Split(**parts)
 
 

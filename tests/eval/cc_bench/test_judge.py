@@ -13,7 +13,9 @@ from glm5.agents.endpoint import EndpointError, Reply
 from glm5.eval.cc_bench import judge as judging
 from glm5.eval.cc_bench.judge import FrontendJudge, ItemCheck, missing_evidence, unquoted
 from glm5.eval.cc_bench.scripted_judge import ScriptedItem
-from glm5.records import Message, ToolCall
+from glm5.eval.players import Played
+from glm5.eval.suite import find_suite, run_suite
+from glm5.records import Message, Outcome, ToolCall
 from glm5.rl.judge.prompt import in_blocks
 from glm5.tasks import make_family
 from glm5.tasks.cc_bench.checks import CheckItem, Do, frontend_task
@@ -186,3 +188,18 @@ def test_rows_of_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_unquoted() -> None:
     assert unquoted(in_blocks([("A", "one\ntwo")])) == "one\ntwo" and unquoted("plain") == "plain"
+
+
+def test_an_answer_that_is_cut_off_builds_nothing() -> None:
+    """It counts among the projects and the check-items; a judge is not needed."""
+    suite = find_suite("cc-bench-frontend", {"tools": []}, ["html"], problems=3)
+
+    class Cut:
+        def play(self, problems: Any, suite: Any, part: Any, seed: int) -> Any:
+            for place, _ in problems:
+                yield place, Played(0.0, Outcome.TRUNCATED, {"cut": "context"})
+
+    found = run_suite(suite, Cut(), judge=FrontendJudge(lambda task, item: Says([])))
+    assert found["score"] == 0.0 and found["built"]["html"]["score"] == 0.0 and found["built"]["html"]["n"] == 3
+    items = sum(len(make_family("frontend").problem("heldout", i).task.items) for i in range(3))
+    assert found["checks"]["html"] == found["checks"]["all"] and found["checks"]["html"]["n"] == items

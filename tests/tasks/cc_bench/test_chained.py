@@ -56,10 +56,18 @@ def test_relatedness_and_the_parts_of_a_group() -> None:
     assert relatedness(one, one) == pytest.approx(1.0) and relatedness(one, same) == relatedness(same, one)
     assert 0.0 <= relatedness(one, far) < 0.1 < 0.5 < relatedness(one, same) < 1.0
     parts = split(
-        {"a/b.py": b"", "tests/x.json": b"", "a/test_b.py": None, "README.md": b"", "setup.py": b"", "conftest.py": b""}
+        {
+            "a/b.py": b"",
+            "tests/x.json": b"",
+            "a/test_b.py": None,
+            "README.md": b"",
+            "docs/conf.py": b"",
+            "setup.py": b"",
+            "conftest.py": b"",
+        }
     )
     assert set(parts.golden) == {"a/b.py"} and set(parts.tests) == {"tests/x.json", "a/test_b.py", "conftest.py"}
-    assert set(parts.auto) == {"README.md", "setup.py"}
+    assert set(parts.auto) == {"README.md", "setup.py", "docs/conf.py"}
     assert class_of(changed("add circles", b="def circle(): pass"), [("b.py", "circle")]) == "feature"
     assert class_of(change({"a.py": b"x = 1"}, {"a.py": b"x = 2"}, "fix a crash"), []) == "bug-fix"
     assert (
