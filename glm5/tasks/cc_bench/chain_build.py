@@ -38,7 +38,7 @@ from glm5.tasks.swe.driver import APP, IN_ROOM, RoomDriver, spec_of
 from glm5.tasks.swe.folder import SITE, TEST_SH, protected_files
 from glm5.tasks.swe.in_room.grade import CONFIGURATION, site_digest
 from glm5.tasks.swe.repositories import CONSTRAINTS, download, from_tree, install, metadata, packages, unpack
-from glm5.tasks.swe.versions import changelog, scrub
+from glm5.tasks.swe.versions import changelog, public_names, scrub
 
 LENGTHS = (3, 15)
 """Changes of a chain."""
@@ -289,14 +289,12 @@ def _below(root: Path, entry: str) -> Iterator[str]:
 
 def added_names(group: Change) -> list[tuple[str, str]]:
     """(path, name) of public functions and classes that only exist after the group and that its tests mention."""
-    from glm5.tasks.swe.versions import _names
-
     parts = split(group.after)
     tests = b"\n".join(_there(parts.tests).values()).decode("utf-8", "replace")
     found = list[tuple[str, str]]()
     for path, data in parts.golden.items():
         texts = [(one or b"").decode("utf-8", "replace") for one in (group.before.get(path), data)]
-        new = _names(texts[1], path, "python") - _names(texts[0], path, "python")
+        new = public_names(texts[1], path, "python") - public_names(texts[0], path, "python")
         found += [(path, name) for name in sorted(new) if name in tests]
     return found[:MOST_NAMES]
 
