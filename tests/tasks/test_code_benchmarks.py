@@ -71,7 +71,8 @@ def test_values_keep_their_types_and_floats_have_a_tolerance(tmp_path: Path) -> 
     assert same_value(value, outputs(source, [[1.5]], "call", "f")[0]) and not same_value(
         value, outputs(source.replace("(1", "(2"), [[1.5]], "call", "f")[0]
     )
-    assert same_value(0.1 + 0.2, 0.3) and same_value(1, 1.0) and same_value(True, 1) and not same_value(1.1, 1)
+    assert same_value(0.1 + 0.2, 0.3, 1e-6) and not same_value(0.1 + 0.2, 0.3)
+    assert same_value(1, 1.0) and same_value(True, 1) and not same_value(1.1, 1)
     assert (
         same_value([2.4], [2.0], 0.5)
         and not same_value({"tuple": [1]}, [1])
@@ -88,6 +89,29 @@ def test_values_keep_their_types_and_floats_have_a_tolerance(tmp_path: Path) -> 
                             "plus_input": []}  # fmt: skip
     problem = make_family("evalplus", file=write(tmp_path / "z.jsonl", find_zero)).problem("heldout", 0)
     assert outcome(problem, "    return 1.0") is Outcome.SOLVED and outcome(problem, "    return 0.9") is Outcome.FAILED
+
+
+@pytest.mark.parametrize(
+    ("body", "right"),
+    [
+        ("sum(xs) / len(xs)", True), ("sum(xs) / len(xs) + 1e-7", True), ("sum(xs) / len(xs) + 1e-5", False),
+        ("[sum(xs) / len(xs)]", False), ("str(sum(xs) / len(xs))", False), ("(sum(xs) / len(xs), 1)", False),
+    ],
+)  # fmt: skip
+def test_floats_are_compared_as_evalplus_does(body: str, right: bool, tmp_path: Path) -> None:
+    """By evalplus 0.3.1's own `untrusted_check` on the same programs; beside something else, floats must be equal."""
+    row = EVALPLUS | {
+        "prompt": "def mean(xs):\n    'm'\n",
+        "entry_point": "mean",
+        "canonical_solution": "    return sum(xs) / len(xs)\n",
+        "base_input": [[[1, 2, 4]], [[0.1]]],
+        "plus_input": [],
+    }
+    problem = make_family("evalplus", file=write(tmp_path / "m.jsonl", row)).problem("heldout", 0)
+    assert (outcome(problem, f"    return {body}") is Outcome.SOLVED) == right
+    mixed = row | {"canonical_solution": "    return sum(xs) / len(xs), 'x'\n"}
+    problem = make_family("evalplus", file=write(tmp_path / "m.jsonl", mixed)).problem("heldout", 0)
+    assert outcome(problem, "    return sum(xs) / len(xs) + 1e-9, 'x'") is Outcome.FAILED
 
 
 def test_inputs_on_which_the_rows_own_solution_fails_do_not_count(tmp_path: Path) -> None:

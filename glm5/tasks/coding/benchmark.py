@@ -21,7 +21,7 @@ from typing import Any
 
 from glm5.errors import ConfigError, DataError, GradingError
 from glm5.records import Env, Message
-from glm5.tasks.coding.execute import FAILED, outputs, same_text, same_value
+from glm5.tasks.coding.execute import FAILED, outputs, same_text, same_value, untupled
 from glm5.tasks.contract import Family, SingleTurnEnv, ToolSpec
 from glm5.tasks.questions import table_rows
 
@@ -104,7 +104,12 @@ class EvalPlusProblem(CodeProblem):
         if self.name == "find_zero" and isinstance(got, float) and arguments and isinstance(arguments[0], list):
             # Any root of the polynomial is right.
             return abs(sum(c * got**i for i, c in enumerate(arguments[0]))) <= (self.tolerance or 1e-4)
-        return got is not FAILED and same_value(got, want, self.tolerance)
+        if got is FAILED:
+            return False
+        members = untupled(want) if isinstance(want, list | dict) else [want]
+        floats = isinstance(members, list) and all(isinstance(one, float) for one in members)
+        tolerance = self.tolerance or (1e-6 if floats else 0.0)  # EvalPlus's rule: of floats, and lists of nothing else
+        return same_value(got, want) or (type(got) is type(want) and same_value(got, want, tolerance))
 
 
 @dataclass(frozen=True)
