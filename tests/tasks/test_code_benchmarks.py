@@ -88,7 +88,8 @@ def test_values_keep_their_types_and_floats_have_a_tolerance(tmp_path: Path) -> 
                             "canonical_solution": "    return -1.0\n", "base_input": [[[-1, 0, 1]]],
                             "plus_input": []}  # fmt: skip
     problem = make_family("evalplus", file=write(tmp_path / "z.jsonl", find_zero)).problem("heldout", 0)
-    assert outcome(problem, "    return 1.0") is Outcome.SOLVED and outcome(problem, "    return 0.9") is Outcome.FAILED
+    assert outcome(problem, "    return 1.0") is Outcome.SOLVED
+    assert {outcome(problem, f"    return {said}") for said in ("0.9", "1e308", "10**999")} == {Outcome.FAILED}
 
 
 @pytest.mark.parametrize(

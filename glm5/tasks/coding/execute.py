@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-import numbers
 from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any, Literal
@@ -131,7 +130,7 @@ def same_value(got: Any, want: Any, tolerance: float = 0.0, sequences: bool = Fa
     """Whether tagged values are equal, numbers within a tolerance. `sequences`: a tuple may stand for a list."""
     if sequences:
         got, want = untupled(got), untupled(want)
-    if isinstance(got, numbers.Real) and isinstance(want, numbers.Real):
+    if isinstance(got, int | float) and isinstance(want, int | float):
         close = tolerance > 0 and abs(got - want) <= tolerance + 1e-7 * abs(want)
         return bool(got == want or close)
     if isinstance(got, list) and isinstance(want, list):
