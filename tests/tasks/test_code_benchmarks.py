@@ -200,3 +200,21 @@ def test_texts_and_blocks() -> None:
     assert same_text("1 2\n3\n", "1  2 \n3.0") and not same_text("1 2 3", "1 2\n3") and not same_text("a", "b")
     assert program_of("a\n```py\nx\n```\n```\ny\n```") == "y\n" and program_of("x = 1") == "x = 1"
     assert program_of("```python\nx") == "x"
+
+
+def test_plain_prompts_end_where_the_program_begins(tmp_path: Path) -> None:
+    problem: Any = make_family(
+        "livecodebench", file=write(tmp_path / "f.jsonl", livecode("functional")), form="plain"
+    ).problem("heldout", 0)
+    assert problem.prompt.endswith("def scale(self, xs: List[int], by: int) -> List[int]:\n")
+    assert outcome(problem, "        return [x * by for x in xs]\n") is Outcome.SOLVED
+    assert outcome(problem, "        return xs\n") is Outcome.FAILED
+    problem = make_family("livecodebench", file=write(tmp_path / "s.jsonl", livecode("stdin")), form="plain").problem(
+        "heldout", 0
+    )
+    assert problem.prompt.endswith("```python\n") and "standard input" in problem.prompt
+    assert outcome(problem, "input()\nprint(sum(map(int, input().split())))\n") is Outcome.SOLVED
+    row = make_family("evalplus", file=write(tmp_path / "e.jsonl", EVALPLUS), form="plain").problem("heldout", 0)
+    assert row.prompt == HEAD and outcome(row, "    return (min(xs), max(xs)) if xs else None") is Outcome.SOLVED
+    with pytest.raises(ConfigError, match="chat or plain"):
+        make_family("evalplus", file=str(tmp_path / "e.jsonl"), form="few-shot")

@@ -38,6 +38,9 @@ SOLVE = """Solve this problem with a Python program. Answer with the program in 
 {form}"""
 READS = "The program reads its input from standard input and prints the answer to standard output."
 STARTS = "Begin with this code:\n\n```python\n{starter}\n```"
+PLAIN = "{question}\n\n{form}\n\nThe program:\n\n```python\n{starter}"
+FORMS = ("chat", "plain")
+"""A request, or a text that ends where the program begins, for base models."""
 MOST_TESTS = 256 << 20
 """Bytes of a row's hidden tests."""
 
@@ -117,13 +120,14 @@ class EvalPlusProblem(CodeProblem):
 
 @dataclass(frozen=True)
 class LiveCodeProblem(CodeProblem):
-    """A program, or a method of a class, and its tests."""
+    """A program, or a method of a class, and its tests. `start` is the code with which a plain prompt ends."""
 
     name: str = ""
+    start: str = ""
     tests: tuple[tuple[str, str], ...] = ()
 
     def right(self, reply: str) -> bool:
-        program = program_of(reply)
+        program = program_of(reply) if "```" in reply else f"{self.start}{reply}"
         if not self.name:
             found = outputs(program, [given for given, _ in self.tests], "stdin")
             return all(
@@ -161,9 +165,12 @@ class _FileFamily(Family):
 
     domain = "code"
 
-    def __init__(self, seed: int = 0, *, file: str = "", folder: str = "", thinking: bool = True) -> None:
-        if not isinstance(file, str) or not file:
-            raise ConfigError(f"{self.name}: set file to the benchmark's file (JSONL).")
+    def __init__(
+        self, seed: int = 0, *, file: str = "", folder: str = "", form: str = "chat", thinking: bool = True
+    ) -> None:
+        if not isinstance(file, str) or not file or form not in FORMS:
+            raise ConfigError(f"{self.name}: set file to the benchmark's file (JSONL); form is {' or '.join(FORMS)}.")
+        self._form = form
         self._path, self._thinking = Path(folder, file), bool(thinking)
         self._rows = table_rows(self._path)
 
@@ -196,9 +203,10 @@ class EvalPlusFamily(_FileFamily):
     name = "evalplus"
 
     def __init__(
-        self, seed: int = 0, *, file: str = "", folder: str = "", plus: bool = True, thinking: bool = True
-    ) -> None:
-        super().__init__(seed, file=file, folder=folder, thinking=thinking)
+        self, seed: int = 0, *, file: str = "", folder: str = "", plus: bool = True, form: str = "chat",
+        thinking: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__(seed, file=file, folder=folder, form=form, thinking=thinking)
         self._plus = bool(plus)
 
     def _made(self, row: Any, line: int) -> EvalPlusProblem:
@@ -206,7 +214,7 @@ class EvalPlusFamily(_FileFamily):
         cases = [*row["base_input"], *(row["plus_input"] if self._plus else ())]
         if not cases or not all(isinstance(case, list) for case in cases) or not name.isidentifier():
             raise ValueError("its inputs are no lists of arguments, or entry_point is no name")
-        prompt = COMPLETE.format(prompt=start.strip())
+        prompt = start if self._form == "plain" else COMPLETE.format(prompt=start.strip())
         return EvalPlusProblem(
             f"evalplus/{row['task_id']}", self._key(prompt), prompt, self._thinking, start=start, name=name,
             solution=solution, cases=json.dumps(cases), tolerance=float(row.get("atol") or 0.0),
@@ -221,9 +229,9 @@ class LiveCodeFamily(_FileFamily):
 
     def __init__(
         self, seed: int = 0, *, file: str = "", folder: str = "", since: str = "", until: str = "",
-        thinking: bool = True,
+        form: str = "chat", thinking: bool = True,
     ) -> None:  # fmt: skip
-        super().__init__(seed, file=file, folder=folder, thinking=thinking)
+        super().__init__(seed, file=file, folder=folder, form=form, thinking=thinking)
         within = [one for one in self._rows if since <= str(one[1].get("contest_date", since)) <= (until or "~")]
         if not within:
             raise DataError(f"livecodebench: no row of {self._path} is from {since or 'the beginning'} to {until}.")
@@ -237,12 +245,17 @@ class LiveCodeFamily(_FileFamily):
         name = str(metadata["func_name"]) if kinds == {"functional"} else ""
         if not found or len(kinds) != 1:
             raise ValueError("there are no tests, or of several types")
-        starter = str(row.get("starter_code") or "").strip()
+        starter = str(row.get("starter_code") or "").rstrip()
         form = STARTS.format(starter=starter) if starter else READS
-        prompt = SOLVE.format(question=str(row["question_content"]).strip(), form=form)
+        asked, start = str(row["question_content"]).strip(), ""
+        if self._form == "plain":
+            start = f"{starter}\n" if starter else ""
+            prompt = PLAIN.format(question=asked, form="" if starter else READS, starter=start)
+        else:
+            prompt = SOLVE.format(question=asked, form=form)
         name_of = row.get("question_id") or line
         return LiveCodeProblem(
-            f"livecodebench/{name_of}", self._key(prompt), prompt, self._thinking, name=name, tests=found
+            f"livecodebench/{name_of}", self._key(prompt), prompt, self._thinking, name=name, start=start, tests=found
         )
 
 
