@@ -49,6 +49,9 @@ def evaluate(
     template: Annotated[
         bool, typer.Option("--template-kwargs/--no-template-kwargs", help="URL: say whether to think in the request.")
     ] = True,
+    plain: Annotated[
+        bool | None, typer.Option("--plain/--chat", help="Prompts as plain text (base models) or chat; default: suite.")
+    ] = None,
     judge: Annotated[
         str | None,
         typer.Option(help="URL of a model that grades answers or web projects; cc-bench-frontend also takes scripted."),
@@ -90,19 +93,19 @@ def evaluate(
     if not limited.keys() <= set(LIMITS) or min(map(_natural, limited.values()), default=1) < 1:
         raise UsageError("--limit takes max_tokens, max_turns or max_context and a number above 0.")
     changes: dict[str, Any] = {"problems": problems, "temperature": temperature, "top_p": top_p, "repeats": repeats}
-    chosen = find_suite(suite, assignments(options), parts, **changes, **limited, render_tools=render_tools)
+    chosen = find_suite(
+        suite, assignments(options), parts, **changes, **limited, render_tools=render_tools, plain=plain
+    )
     with contextlib.ExitStack() as stack:
         status = stack.enter_context(QuietConsole().status("starting"))
         if "://" in model and (dense or needles or "max_context" in limited):
             raise UsageError("--dense, --needle-recall and --limit max_context are of checkpoints, not of URLs.")
         if "://" in model:
             chosen, player, told = _remote(model, chosen, name, concurrency, api_key_file, tokenizer, template)
-        elif chosen.context == "none" and user is None:
+        elif chosen.context == "none" and user is None and not chosen.plain and not chosen.stop:
             chosen, player, told = _local(Path(model), chosen, device, dtype.value, exact, dense, needles)
         elif dense or needles:
-            raise UsageError(
-                "--dense and --needle-recall do not go together with a context policy or a simulated user."
-            )
+            raise UsageError("--dense and --needle-recall are not for context policies, plain prompts and users.")
         else:
             options_of_server = [*("--device", device), *("--dtype", dtype.value), "--exact" if exact else "--fast"]
             chosen, player, told = _served(Path(model), chosen, concurrency, options_of_server, stack)
@@ -208,7 +211,8 @@ def _remote(
     from glm5.eval.suite import with_tokenizer
     from glm5.serve.keys import find_key
 
-    endpoint = Endpoint(url, name, key=find_key("api", None, key_file))
+    dialect = "completions" if suite.plain else "openai"
+    endpoint = Endpoint(url, name, key=find_key("api", None, key_file), dialect=dialect)  # type: ignore[arg-type]
     told = {"url": endpoint.base, "name": endpoint.name, "template_kwargs": template}
     player = RemotePlayer(endpoint, concurrency, template, Tokenizer.load(tokenizer) if tokenizer else None)
     return with_tokenizer(suite, tokenizer) if tokenizer else suite, player, told
@@ -217,7 +221,7 @@ def _remote(
 def _served(
     model: Path, suite: Any, concurrency: int, options: list[str], stack: contextlib.ExitStack
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """A checkpoint behind a server of its own: context policies and simulated users work on messages."""
+    """A checkpoint behind a server of its own: for context policies, plain prompts, simulated users."""
     import secrets
 
     from glm5.agents.endpoint import Endpoint
@@ -228,7 +232,8 @@ def _served(
 
     tokenizer = Tokenizer.load(model)
     key = secrets.token_urlsafe(24)
-    endpoint = Endpoint(stack.enter_context(served(model, key, options)), key=key)
+    url, dialect = stack.enter_context(served(model, key, options)), "completions" if suite.plain else "openai"
+    endpoint = Endpoint(url, key=key, dialect=dialect)  # type: ignore[arg-type]
     told = {"checkpoint": str(model), "files": fingerprint(model), "served": options}
     return with_tokenizer(suite, model), RemotePlayer(endpoint, concurrency, tokenizer=tokenizer), told
 

@@ -67,8 +67,8 @@ class LocalPlayer:
     engine: Engine | None = None
 
     def play(self, problems: Numbered, suite: Suite, part: SuitePart, seed: int) -> Iterator[tuple[int, Played]]:
-        if suite.context != "none":
-            raise ConfigError("A context policy needs a server: `glm5 eval DIR` starts one for such a suite.")
+        if suite.context != "none" or suite.plain or suite.stop:
+            raise ConfigError("A context policy and plain prompts need a server; `glm5 eval DIR` starts one.")
         positions = self.model.config.max_position_embeddings
         context = min(suite.max_context or positions, positions) - 1
         if self.engine is None:
