@@ -63,6 +63,27 @@ def bounded_mean(values: Sequence[float], most: float = math.inf, confidence: fl
     return Interval(mean, interval.low, interval.high, n)
 
 
+def clustered_share(passed: Sequence[int], totals: Sequence[int], confidence: float = 0.95) -> Interval:
+    """Interval for the share of all checks that passed, if problem i passed `passed[i]` of `totals[i]`; the checks of a
+    problem may go together. `n` counts checks.
+
+    It is Wilson's interval for the number of independent checks that has the variance of the ratio between problems, at
+    most that of all checks, made wider as Student's t is for so few problems. If all passed or none did, a problem
+    counts as one check. Raises ValueError unless 0 <= passed <= totals with some checks.
+    """
+    n, m = sum(totals), len(totals)
+    if len(passed) != m or n == 0 or not all(0 <= right <= total for right, total in zip(passed, totals)):
+        raise ValueError("these are not checks of problems")
+    share, number = sum(passed) / n, float(m)
+    if m > 1 and 0.0 < share < 1.0:
+        squares = sum((right - share * total) ** 2 for right, total in zip(passed, totals))
+        variance = squares * m / (m - 1) / n**2
+        number = min(n, share * (1 - share) / variance) if variance else float(n)
+        number *= (_normal_quantile(confidence) / t_quantile(confidence, m - 1)) ** 2
+    interval = wilson(share * number, number, confidence)
+    return Interval(share, interval.low, interval.high, n)
+
+
 def mean_of_groups(groups: Sequence[Interval]) -> Interval:
     """The mean of the groups' means, each counted alike, with the interval that follows from theirs if the groups are
     independent (MOVER: Zou and Donner, 2008). Raises ValueError without groups."""

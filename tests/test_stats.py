@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from glm5.stats import mean_interval, paired_difference, t_quantile, wilson
+from glm5.stats import clustered_share, mean_interval, paired_difference, t_quantile, wilson
 
 
 @pytest.mark.parametrize(
@@ -64,6 +64,25 @@ def test_mean_interval_covers_as_often_as_it_says() -> None:
     samples = [[draw.gauss(2.0, 3.0) for _ in range(6)] for _ in range(4000)]
     hits = [interval.low <= 2.0 <= interval.high for interval in map(mean_interval, samples)]
     assert 0.94 < sum(hits) / len(hits) < 0.96
+
+
+def test_checks_of_a_problem_go_together() -> None:
+    alone = clustered_share([1, 0, 1, 1, 0, 1], [1] * 6)
+    assert alone.value == pytest.approx(4 / 6) and alone.low < wilson(4, 6).low  # wider, as of so few problems
+    together = clustered_share([5, 0, 5, 5, 0, 5], [5] * 6)
+    assert (together.low, together.high, together.n) == (pytest.approx(alone.low), pytest.approx(alone.high), 30)
+    assert clustered_share([4, 4], [4, 4]).low == wilson(2, 2).low and clustered_share([0, 0], [4, 4]).high < 1
+    draw, hits = random.Random(3), 0
+    for _ in range(2000):  # problems of 2 to 8 checks, with a share of their own that is 0.7 in the mean
+        totals = [draw.randint(2, 8) for _ in range(30)]
+        shares = [draw.betavariate(1.4, 0.6) for _ in totals]
+        passed = [sum(draw.random() < share for _ in range(total)) for share, total in zip(shares, totals, strict=True)]
+        found = clustered_share(passed, totals)
+        hits += found.low <= 0.7 <= found.high
+    assert 0.93 < hits / 2000 < 0.97
+    for wrong in (([], []), ([1], [0]), ([2], [1]), ([1, 1], [1])):
+        with pytest.raises(ValueError, match="checks of problems"):
+            clustered_share(*wrong)
 
 
 def test_one_value_and_bounds() -> None:

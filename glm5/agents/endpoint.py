@@ -1,7 +1,7 @@
 """A chat endpoint as an agent sees it: messages in, one reply out, streamed, over plain HTTP.
 
-Two dialects: OpenAI Chat Completions and Anthropic Messages. What comes back is untrusted: it is bounded, and what does
-not have the form of a reply is an `EndpointError`, or a call that is marked as broken.
+Dialects: OpenAI Chat Completions, Completions for base models, and Anthropic Messages. What comes back is untrusted: it
+is bounded, and what does not have the form of a reply is an `EndpointError`, or a call that is marked as broken.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ try:
 except ImportError as error:
     raise MissingExtraError("httpx", "serve") from error
 
-Dialect = Literal["openai", "anthropic"]
+Dialect = Literal["openai", "completions", "anthropic"]
 MOST_BYTES = 16 << 20
 """Maximum bytes of one answer."""
 RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
@@ -103,7 +103,7 @@ class Endpoint:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UsageError(f"{url!r:.80} is neither a checkpoint directory nor an http(s) URL of a server.")
         if dialect not in wire.DIALECTS:
-            raise UsageError(f"The dialect is openai or anthropic, not {dialect!r:.40}.")
+            raise UsageError(f"The dialect is one of {', '.join(wire.DIALECTS)}, not {dialect!r:.40}.")
         self.base = url.rstrip("/").removesuffix("/v1")
         self._wire = wire.DIALECTS[dialect]
         self._options: dict[str, Any] = {"max_tokens": max_tokens} | (

@@ -161,6 +161,27 @@ class OpenAI:
             call.parts.append(json.dumps(arguments) if isinstance(arguments, dict) else str(arguments or ""))
 
 
+class Completions(OpenAI):
+    """Completions: the contents of the messages as one text, which the model continues. For base models; no tools."""
+
+    path = "/v1/completions"
+
+    @staticmethod
+    def request(name: str, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        prompt = "\n\n".join(message.content for message in messages)
+        return {"model": name, "prompt": prompt, "stream": True, "stream_options": {"include_usage": True}}
+
+    @classmethod
+    def whole(cls, draft: Draft, value: Any) -> None:
+        choice = value["choices"][0]
+        super().whole(draft, value | {"choices": [choice | {"message": {"content": choice["text"]}}]})
+
+    @classmethod
+    def feed(cls, draft: Draft, value: Any) -> None:
+        choices = [choice | {"delta": {"content": choice.get("text")}} for choice in value.get("choices") or ()]
+        super().feed(draft, value | {"choices": choices})
+
+
 class Anthropic:
     """Messages."""
 
@@ -261,7 +282,9 @@ class Anthropic:
         draft.completion_tokens = _count(usage.get("output_tokens"), draft.completion_tokens)
 
 
-DIALECTS: dict[str, type[OpenAI] | type[Anthropic]] = {"openai": OpenAI, "anthropic": Anthropic}
+DIALECTS: dict[str, type[OpenAI] | type[Anthropic]] = {
+    "openai": OpenAI, "completions": Completions, "anthropic": Anthropic,
+}  # fmt: skip
 
 
 def _count(value: Any, default: int) -> int:

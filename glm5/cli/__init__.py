@@ -23,6 +23,7 @@ from glm5.cli import (  # noqa: F401 - their import adds the verbs
     runs,
     task,
     task_build,
+    task_cc_bench,
     task_search,
     task_slides,
 )

@@ -49,8 +49,12 @@ def evaluate(
     template: Annotated[
         bool, typer.Option("--template-kwargs/--no-template-kwargs", help="URL: say whether to think in the request.")
     ] = True,
+    plain: Annotated[
+        bool | None, typer.Option("--plain/--chat", help="Prompts as plain text (base models) or chat; default: suite.")
+    ] = None,
     judge: Annotated[
-        str | None, typer.Option(help="URL of a model that says whether free-text answers are right.")
+        str | None,
+        typer.Option(help="URL of a model that grades answers or web projects; cc-bench-frontend also takes scripted."),
     ] = None,
     judge_name: Annotated[str, typer.Option(help="Its name; default: the server's first.")] = "",
     judge_key_file: Annotated[Path | None, typer.Option(help="File with its API key; or GLM5_JUDGE_KEY.")] = None,
@@ -89,30 +93,27 @@ def evaluate(
     if not limited.keys() <= set(LIMITS) or min(map(_natural, limited.values()), default=1) < 1:
         raise UsageError("--limit takes max_tokens, max_turns or max_context and a number above 0.")
     changes: dict[str, Any] = {"problems": problems, "temperature": temperature, "top_p": top_p, "repeats": repeats}
-    chosen = find_suite(suite, assignments(options), parts, **changes, **limited, render_tools=render_tools)
+    chosen = find_suite(
+        suite, assignments(options), parts, **changes, **limited, render_tools=render_tools, plain=plain
+    )
     with contextlib.ExitStack() as stack:
         status = stack.enter_context(QuietConsole().status("starting"))
         if "://" in model and (dense or needles or "max_context" in limited):
             raise UsageError("--dense, --needle-recall and --limit max_context are of checkpoints, not of URLs.")
         if "://" in model:
             chosen, player, told = _remote(model, chosen, name, concurrency, api_key_file, tokenizer, template)
-        elif chosen.context == "none" and user is None:
+        elif chosen.context == "none" and user is None and not chosen.plain and not chosen.stop:
             chosen, player, told = _local(Path(model), chosen, device, dtype.value, exact, dense, needles)
         elif dense or needles:
-            raise UsageError(
-                "--dense and --needle-recall do not go together with a context policy or a simulated user."
-            )
+            raise UsageError("--dense and --needle-recall are not for context policies, plain prompts and users.")
         else:
             options_of_server = [*("--device", device), *("--dtype", dtype.value), "--exact" if exact else "--fast"]
             chosen, player, told = _served(Path(model), chosen, concurrency, options_of_server, stack)
 
         grader, person = None, None
         if judge is not None:
-            from glm5.eval.answer_judge import AnswerJudge
-            from glm5.serve.keys import find_key
-
-            grader = AnswerJudge.at(judge, judge_name, find_key("judge", None, judge_key_file), concurrency)
-            told = {**told, "judge": {"url": grader.endpoint.base, "name": grader.endpoint.name}}
+            grader, named = _judge(judge, chosen, judge_name, judge_key_file, concurrency)
+            told = {**told, "judge": named}
         if user is not None:
             person, played_by = _user(user, user_name, user_key_file)
             told = {**told, "user": played_by}
@@ -139,7 +140,7 @@ def evaluate(
     for label, score in (found.get("contamination") or {}).items():
         if isinstance(score, dict) and score["n"]:
             typer.echo(f"problems {label} in training: {score['score']:.1%}, n = {score['n']}")
-    for key in ("errors", "too_long", "note"):
+    for key in ("errors", "unjudged", "too_long", "note"):
         if key in found:
             typer.echo(f"{key}: {found[key]}")
 
@@ -162,9 +163,10 @@ def table(
 
 def _lines(suite: str, found: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     inner: list[tuple[str, dict[str, Any]]] = []
+    heads = {"cells": "", "pass^k": "pass^", "checks": "checks, ", "built": "built, "}
     for key, group in found.items():
-        if key in ("cells", "pass^k") or key.startswith("by_"):
-            head = {"cells": "", "pass^k": "pass^"}.get(key, f"{key.removeprefix('by_')} ")
+        if key in heads or key.startswith("by_"):
+            head = heads.get(key, f"{key.removeprefix('by_')} ")
             inner += [(f"{head}{label}", score) for label, score in group.items()]
     return [*inner, (suite, found)]
 
@@ -209,7 +211,8 @@ def _remote(
     from glm5.eval.suite import with_tokenizer
     from glm5.serve.keys import find_key
 
-    endpoint = Endpoint(url, name, key=find_key("api", None, key_file))
+    dialect = "completions" if suite.plain else "openai"
+    endpoint = Endpoint(url, name, key=find_key("api", None, key_file), dialect=dialect)  # type: ignore[arg-type]
     told = {"url": endpoint.base, "name": endpoint.name, "template_kwargs": template}
     player = RemotePlayer(endpoint, concurrency, template, Tokenizer.load(tokenizer) if tokenizer else None)
     return with_tokenizer(suite, tokenizer) if tokenizer else suite, player, told
@@ -218,7 +221,7 @@ def _remote(
 def _served(
     model: Path, suite: Any, concurrency: int, options: list[str], stack: contextlib.ExitStack
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """A checkpoint behind a server of its own: context policies and simulated users work on messages."""
+    """A checkpoint behind a server of its own: for context policies, plain prompts, simulated users."""
     import secrets
 
     from glm5.agents.endpoint import Endpoint
@@ -229,7 +232,8 @@ def _served(
 
     tokenizer = Tokenizer.load(model)
     key = secrets.token_urlsafe(24)
-    endpoint = Endpoint(stack.enter_context(served(model, key, options)), key=key)
+    url, dialect = stack.enter_context(served(model, key, options)), "completions" if suite.plain else "openai"
+    endpoint = Endpoint(url, key=key, dialect=dialect)  # type: ignore[arg-type]
     told = {"checkpoint": str(model), "files": fingerprint(model), "served": options}
     return with_tokenizer(suite, model), RemotePlayer(endpoint, concurrency, tokenizer=tokenizer), told
 
@@ -243,6 +247,23 @@ def _user(url: str, name: str, key_file: Path | None) -> tuple[Any, dict[str, st
         raise UsageError("The user's URL has a password, which would be written down; give its key by a file.")
     endpoint = Endpoint(url, name, key=find_key("user", None, key_file), temperature=0.0)
     return simulated_user(endpoint), {"url": endpoint.base, "name": endpoint.name}
+
+
+def _judge(url: str, suite: Any, name: str, key_file: Path | None, concurrency: int) -> tuple[Any, dict[str, str]]:
+    """The judge of a suite's answers, and what the settings say of it."""
+    from glm5.eval.answer_judge import AnswerJudge
+    from glm5.eval.cc_bench.judge import FrontendJudge
+    from glm5.eval.cc_bench.scripted_judge import scripted_judge
+    from glm5.serve.keys import find_key
+
+    frontend = {part.family == "frontend" for part in suite.parts}
+    if url == "scripted":
+        if frontend != {True}:
+            raise UsageError("--judge scripted is for cc-bench-frontend; give the URL of a model.")
+        return scripted_judge(min(2, concurrency)), {"name": "scripted"}
+    asked = AnswerJudge.at(url, name, find_key("judge", None, key_file), concurrency)
+    grader = FrontendJudge.of(asked.endpoint, min(4, concurrency)) if frontend == {True} else asked
+    return grader, {"url": asked.endpoint.base, "name": asked.endpoint.name}
 
 
 def _natural(value: object) -> int:

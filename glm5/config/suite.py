@@ -39,6 +39,10 @@ class Suite(Frozen):
     top_p: float = Field(1.0, gt=0, le=1)
     max_tokens: int = Field(1024, ge=1)
     """Of one reply, thoughts included."""
+    plain: bool = False
+    """Prompts are continued as text, without a chat template: for base models."""
+    stop: list[str] = []
+    """Texts that end a reply."""
     max_turns: int = Field(1, ge=1)
     max_context: int | None = Field(None, ge=2)
     """Prompt and replies together; None: as many positions as the model has. Servers have limits of their own."""

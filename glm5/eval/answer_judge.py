@@ -6,26 +6,27 @@ command asks again. `glm5.eval.judge_forms` has the questions.
 
 from __future__ import annotations
 
+import functools
 import re
-import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from glm5.agents.endpoint import Endpoint, EndpointError
 from glm5.agents.wire import OnDelta
 from glm5.errors import UsageError
 from glm5.eval.judge_forms import Question, questions
+from glm5.eval.judging import Job, run_jobs
+from glm5.eval.players import Spot
+from glm5.records import Outcome
 from glm5.rl.judge.prompt import read_object
-from glm5.tasks.judged import Material
+from glm5.tasks.contract import Problem
+from glm5.tasks.judged import Material, material_of
 
 TEMPERATURES = (0.0, 0.7)
 """Of the first request for a verdict, and of the second, if the first gave none of the right form."""
-MOST_FAILED = 8
-"""Replies in a row without a verdict that end the evaluation."""
 MOST_TOKENS = 8192
 _THOUGHT = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
 
@@ -49,35 +50,30 @@ class AnswerJudge:
             raise UsageError("The judge's URL has a password, which would be written down; give its key by a file.")
         return cls(Endpoint(url, name, key=key), concurrency)
 
+    def judged(
+        self, left: Sequence[tuple[Spot, Problem, Mapping[str, Any]]]
+    ) -> Iterator[tuple[Spot, dict[str, Any] | str]]:
+        """What the verdicts change in rows of a record (see `Judge`)."""
+        replies = [
+            (spot, material, str(row["reply"]))
+            for spot, problem, row in left
+            if "reply" in row and (material := material_of(problem)) is not None
+        ]
+        passes = {spot: material.passes for spot, material, _ in replies}
+        for spot, found in self.scores(replies):
+            if isinstance(found, str):
+                yield spot, found
+                continue
+            outcome = Outcome.SOLVED if found >= passes[spot] else Outcome.FAILED
+            yield spot, {"reward": found, "outcome": outcome.value}
+
     def scores(self, replies: Sequence[tuple[Name, Material, str]]) -> Iterator[tuple[Name, float | str]]:
         """The score of each reply, in any order; or why there is no verdict. Raises EndpointError after `MOST_FAILED`
         in a row without one."""
-        left, stopped = iter(replies), threading.Event()
-        running: dict[Future[float | str], Name] = {}
-        failed = 0
-
-        def told(kind: str, text: str) -> None:
-            if stopped.is_set():
-                raise EndpointError("The evaluation was stopped.")
-
-        with ThreadPoolExecutor(self.concurrency, "judge") as threads:
-            try:
-                while True:
-                    while len(running) < self.concurrency and (following := next(left, None)) is not None:
-                        name, material, reply = following
-                        running[threads.submit(self.score, material, reply, told)] = name
-                    if not running:
-                        return
-                    for future in wait(running, return_when=FIRST_COMPLETED).done:
-                        name, found = running.pop(future), future.result()
-                        yield name, found
-                        failed = failed + 1 if isinstance(found, str) else 0
-                        if failed >= min(MOST_FAILED, len(replies)):
-                            raise EndpointError(f"The judge gave no verdict {failed} times in a row; the last: {found}")
-            finally:
-                stopped.set()
-                if running:
-                    self.endpoint.close()
+        jobs: list[tuple[Name, Job[float]]] = [
+            (name, functools.partial(self.score, material, reply)) for name, material, reply in replies
+        ]
+        return run_jobs(jobs, self.concurrency, self.endpoint)
 
     def verdict(self, question: str, answers: Sequence[str], reply: str) -> bool | str:
         """Whether the reply means a right answer, or why the judge gives no verdict."""

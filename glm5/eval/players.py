@@ -1,4 +1,5 @@
-"""Who answers the problems of a suite: here a checkpoint in this process; `remote_player` has a model behind a URL."""
+"""Who answers the problems of a suite: here a checkpoint in this process; `remote_player` has a model behind a URL. And
+who judges answers that no program can grade."""
 
 from __future__ import annotations
 
@@ -40,6 +41,20 @@ class Player(Protocol):
     def play(self, problems: Numbered, suite: Suite, part: SuitePart, seed: int) -> Iterator[tuple[int, Played]]: ...
 
 
+Spot = tuple[str, int, int]
+"""An answer of an evaluation: its cell, place and repeat."""
+
+
+class Judge(Protocol):
+    """Decides answers that no program can grade."""
+
+    def judged(
+        self, left: Sequence[tuple[Spot, Problem, Mapping[str, Any]]]
+    ) -> Iterator[tuple[Spot, dict[str, Any] | str]]:
+        """For rows of a record without a verdict: the keys that it changes, or why there is none; in any order."""
+        ...
+
+
 @dataclass
 class LocalPlayer:
     """A model in this process, in exact mode or fast. `needles`: also measure whether its indexers select the needles
@@ -52,8 +67,8 @@ class LocalPlayer:
     engine: Engine | None = None
 
     def play(self, problems: Numbered, suite: Suite, part: SuitePart, seed: int) -> Iterator[tuple[int, Played]]:
-        if suite.context != "none":
-            raise ConfigError("A context policy needs a server: `glm5 eval DIR` starts one for such a suite.")
+        if suite.context != "none" or suite.plain or suite.stop:
+            raise ConfigError("A context policy and plain prompts need a server; `glm5 eval DIR` starts one.")
         positions = self.model.config.max_position_embeddings
         context = min(suite.max_context or positions, positions) - 1
         if self.engine is None:

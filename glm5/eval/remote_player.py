@@ -45,6 +45,7 @@ class RemotePlayer:
         so that no request goes on."""
         tokens = part.max_tokens or suite.max_tokens
         model = self.endpoint.asking(max_tokens=tokens, temperature=suite.temperature, top_p=suite.top_p)
+        model = model.asking(stop=suite.stop) if suite.stop else model
         left, stopped = iter(problems), threading.Event()
         running: dict[Future[Played], int] = {}
         refused, answered = list[tuple[int, Played]](), False
@@ -54,7 +55,7 @@ class RemotePlayer:
                 raise EndpointError("The evaluation was stopped.")
 
         def begin(problem: Problem) -> Played:
-            return play_messages(problem, model, suite, self.template, told, self.tokenizer)
+            return play_messages(problem, model, suite, self.template and not suite.plain, told, self.tokenizer)
 
         with ThreadPoolExecutor(self.concurrency, "eval") as threads:
             try:
@@ -142,7 +143,7 @@ def _play(
             if error.too_long:
                 return Played(abandoned(env), Outcome.TRUNCATED, {"cut": "context", "text": _text(history)})
             raise
-        cut = reply.finish_reason == "length"
+        cut = reply.finish_reason == "length" and not suite.plain  # a base model need not come to an end
         history.append(reply.message)
         try:
             unread = reply.broken or (cut and not takes_cut(env))

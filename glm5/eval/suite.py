@@ -10,7 +10,7 @@ import json
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -18,21 +18,17 @@ from glm5 import __version__
 from glm5.config.load import load_recipe
 from glm5.config.suite import Suite, SuitePart
 from glm5.errors import ConfigError, DataError, nearest
-from glm5.eval.players import Played, Player
+from glm5.eval.players import Judge, Played, Player, Spot
 from glm5.eval.record import RESULT, SETTINGS, Record, latest, read_answers
 from glm5.eval.summary import Cell, Chosen, cells_of, contamination, difference, summary
 from glm5.files import atomic_write, exclusive
 from glm5.obs.logs import get_logger
-from glm5.records import Outcome
 from glm5.seeds import derive_seed
 from glm5.tasks import make_family
 from glm5.tasks.contract import Problem, held_out_problems
 from glm5.tasks.dialogue.user import UserModel, UserProblem
 from glm5.tasks.families import FAMILIES
-from glm5.tasks.judged import UNJUDGED, Material, is_judged, material_of
-
-if TYPE_CHECKING:
-    from glm5.eval.answer_judge import AnswerJudge
+from glm5.tasks.judged import UNJUDGED, is_judged
 
 SUITES = Path(__file__).with_name("suites")
 SHOWN = 50_000
@@ -121,7 +117,7 @@ def run_suite(
     folder: Path | None = None,
     told: Mapping[str, Any] | None = None,
     against: Path | None = None,
-    judge: AnswerJudge | None = None,
+    judge: Judge | None = None,
     user: UserModel | None = None,
     trained_on: Iterable[str] | None = None,
     advance: Advance = lambda what, done, total: None,
@@ -177,14 +173,14 @@ def _earlier(folder: Path, suite: Suite, told: Mapping[str, Any]) -> list[dict[s
 
 
 def _play(
-    suite: Suite, chosen: Chosen, player: Player, seed: int, record: Record, judge: AnswerJudge | None, advance: Advance
+    suite: Suite, chosen: Chosen, player: Player, seed: int, record: Record, judge: Judge | None, advance: Advance
 ) -> list[dict[str, Any]]:
     """Play what the record lacks; returns the answers of the suite's problems."""
     cells = cells_of(suite)
     if judge is None and any(is_judged(problem) for problems in chosen.values() for problem in problems):
         raise ConfigError("A model must say whether these answers are right: give the URL of one with --judge.")
     wanted = {(cell, place): p.key for cell, problems in chosen.items() for place, p in enumerate(problems)}
-    done: dict[tuple[str, int, int], dict[str, Any]] = {}
+    done: dict[Spot, dict[str, Any]] = {}
     for row in latest(record.rows):
         spot = row["cell"], row["place"]
         if spot in wanted and 0 <= row["repeat"] < suite.repeats:
@@ -209,26 +205,20 @@ def _play(
 
 
 def _judge(
-    judge: AnswerJudge,
+    judge: Judge,
     chosen: Chosen,
-    done: dict[tuple[str, int, int], dict[str, Any]],
+    done: dict[Spot, dict[str, Any]],
     record: Record,
     advance: Advance,
 ) -> None:
     """Add verdicts to the answers that have none yet, as further lines of the record."""
-    left: list[tuple[tuple[str, int, int], Material, str]] = []
-    for spot, row in done.items():
-        material = material_of(chosen[spot[0]][spot[1]])
-        if row.get("cause") == UNJUDGED and "reply" in row and material is not None:
-            left.append((spot, material, str(row["reply"])))
-    passes = {spot: material.passes for spot, material, _ in left}
-    for number, (spot, found) in enumerate(judge.scores(left), start=1):
+    left = [(spot, chosen[spot[0]][spot[1]], row) for spot, row in done.items() if row.get("cause") == UNJUDGED]
+    for number, (spot, found) in enumerate(judge.judged(left), start=1):
         row = {key: value for key, value in done[spot].items() if key not in ("cause", "error")}
         if isinstance(found, str):
             row |= {"cause": UNJUDGED, "error": f"the judge gave no verdict: {found}"}
         else:
-            solved = found >= passes[spot]
-            row |= {"reward": found, "outcome": (Outcome.SOLVED if solved else Outcome.FAILED).value}
+            row |= found
         record.add(row)
         done[spot] = row
         advance("judge", number, len(left))
@@ -253,6 +243,10 @@ def _problems(suite: Suite, cell: Cell, user: UserModel | None) -> list[Problem]
 def _row(cell: Cell, place: int, repeat: int, problem: Problem, played: Played) -> dict[str, Any]:
     row: dict[str, Any] = {"cell": cell.label, "place": place, "repeat": repeat, "problem": problem.id}
     row |= {"key": problem.key, "reward": played.reward, "outcome": played.outcome.value}
+    if checks := getattr(problem, "checks", ()):
+        row["checks"] = dict.fromkeys(checks, "fail") | played.detail.get("checks", {})
+        if is_judged(problem):  # a frontend, which an answer that was cut off does not build
+            row["built"] = bool(played.detail.get("built"))
     detail = {key: value for key, value in played.detail.items() if key not in row}
     if isinstance(text := detail.get("text"), str):
         detail["text"] = text[-SHOWN:]  # a long prompt can be made again

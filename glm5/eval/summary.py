@@ -15,7 +15,7 @@ from glm5.errors import DataError
 from glm5.eval.contamination import CLEAN, SEEN, Overlap
 from glm5.eval.passk import all_of_k
 from glm5.records import Outcome
-from glm5.stats import Interval, bounded_mean, mean_interval, mean_of_groups, paired_rewards
+from glm5.stats import Interval, bounded_mean, clustered_share, mean_interval, mean_of_groups, paired_rewards
 from glm5.tasks.contract import Problem
 
 DEPTHS = 5
@@ -49,7 +49,8 @@ def summary(suite: Suite, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     The repeats of a problem are averaged first, so n counts problems. The mean over cells counts each alike. `errors`
     counts failures of environments, `too_long` what did not fit into the context; both score 0. `needle_recall` by cell
     is the share of the needles' tokens that the indexers select, if it was measured. `pass^k` has the k of `all_of`.
-    Of dollars, `unit` says so, and the ends of an interval from one problem are None.
+    Of dollars, `unit` says so, and the ends of an interval from one problem are None. Problems with several checks add
+    `checks` and `built`.
     """
     scores: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     by_depth: dict[int, dict[tuple[str, int], list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -66,8 +67,11 @@ def summary(suite: Suite, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     found = _plain(mean_of_groups(list(means.values())))
     if suite.measure == "dollars":
         found["unit"] = "$"
-    if len(cells) > 1:
+    checked = any("checks" in row for row in rows)
+    if len(cells) > 1 or checked:
         found["cells"] = {label: _plain(interval) for label, interval in means.items()}
+    if checked:
+        found |= _checks(rows)
     if suite.all_of:
         found["pass^k"] = {str(k): mean_of_groups(groups).plain() for k, groups in _pass_hat(suite, scores).items()}
     for name, values in suite.grid.items():
@@ -90,6 +94,29 @@ def summary(suite: Suite, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if suite.note:
         found["note"] = suite.note
     return found
+
+
+def _checks(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of problems with several checks: the share of `checks` that passed, whose interval knows that those of a problem
+    go together, by cell too, and of frontends the share that was `built`. `n` counts checks, and problems if built.
+    A check without a verdict did not pass."""
+    found: dict[str, Any] = {"checks": {}, "built": {}}
+    checked = [row for row in rows if "checks" in row]
+    for label in ["", *dict.fromkeys(row["cell"] for row in checked)]:
+        mine = [row for row in checked if label in ("", row["cell"])]
+        problems: dict[Any, list[Mapping[str, Any]]] = defaultdict(list)
+        for row in mine:
+            problems[row["cell"], row["place"]].append(row)
+        passed, totals = (
+            [sum(count(row["checks"]) for row in group) for group in problems.values()]
+            for count in (lambda checks: sum(one == "pass" for one in checks.values()), len)
+        )
+        found["checks"][label or "all"] = clustered_share(passed, totals).plain()
+        if any("built" in row for row in mine):
+            built = [fmean(bool(row.get("built")) for row in group) for group in problems.values()]
+            found["built"][label or "all"] = bounded_mean(built).plain()
+    unjudged = sum(one == "error" for row in checked for one in row["checks"].values())
+    return {key: value for key, value in found.items() if value} | ({"unjudged": unjudged} if unjudged else {})
 
 
 def contamination(

@@ -77,7 +77,7 @@ def _read(record: str, rows: Sequence[Mapping[str, Any]]) -> list[Scored]:
     path = Path(where)
     try:
         if path.is_dir():
-            return [_of_suite(path, given, rows)]
+            return _of_suite(path, given, rows)
         found = [json.loads(Path(one).read_text(encoding="utf-8")) for one in where.split(",")]
         if all("eval" in log for log in found):
             return [_of_inspect(found, given)]
@@ -89,24 +89,45 @@ def _read(record: str, rows: Sequence[Mapping[str, Any]]) -> list[Scored]:
         raise DataError(f"{said}: {error!r:.200}.") from None
 
 
-def _of_suite(folder: Path, given: str, rows: Sequence[Mapping[str, Any]]) -> Scored:
+def _of_suite(folder: Path, given: str, rows: Sequence[Mapping[str, Any]]) -> list[Scored]:
     settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
     score = json.loads((folder / RESULT).read_text(encoding="utf-8"))
     title, told = str(settings["suite"]["title"]), settings["model"]
-    model = str(told.get("name") or Path(str(told.get("checkpoint", "model"))).name)
-    if not given:
-        suites = {row["suite"]: row["name"] for row in rows if "suite" in row}
-        titles = {tomllib.loads((SUITES / f"{suite}.toml").read_text("utf-8"))["title"]: suite for suite in suites}
-        if title not in titles:
-            raise ConfigError(f'{folder} is of the suite "{title}", which has no row here; say "ROW={folder}".')
-        given = suites[titles[title]]
+    model = _text(str(told.get("name") or Path(str(told.get("checkpoint", "model"))).name))
+    if given:
+        wanted = [row for row in rows if row["name"] == given]
+    else:
+        suites = {row["suite"] for row in rows if "suite" in row}
+        suite = next((suite for suite in suites if _title(suite) == title), None)
+        wanted = [row for row in rows if suite is not None and row.get("suite") == suite]
+    if not wanted:
+        raise ConfigError(f'{folder} is of the suite "{title}", which has no row here; say "ROW={folder}".')
+    parts = [(row["name"], part) for row in wanted if (part := _part(score, row)) is not None]
+    if not parts:
+        raise ConfigError(f"{folder} has no result for {wanted[0]['name']}: that part of the suite was not played.")
+    return [Scored(name, model, _amount(part)) for name, part in parts]
+
+
+def _title(suite: str) -> str:
+    return str(tomllib.loads((SUITES / f"{suite}.toml").read_text("utf-8"))["title"])
+
+
+def _part(score: Mapping[str, Any], row: Mapping[str, Any]) -> Any:
+    """The scores in a result that a row is about; None if the part was not played."""
+    if "value" in row:
+        return score.get(row["value"], {}).get(row.get("part", "all"))
+    return score.get("cells", {}).get(row["part"]) if "part" in row else score
+
+
+def _amount(score: Mapping[str, Any]) -> str:
+    """The cell of a score, which is a share unless it has a unit."""
     count = int(score["n"])
     if (unit := score.get("unit", "")) != "":
         ends = [f"{unit}{score[key]:,.0f}" for key in ("low", "high") if score[key] is not None]
         spread = f" ({' to '.join(ends)})" if len(ends) == 2 else " (no interval)"
-        return Scored(given, _text(model), _text(f"{unit}{score['score']:,.0f}{spread}, {count}"))
+        return _text(f"{unit}{score['score']:,.0f}{spread}, {count}")
     mean, low, high = (100 * float(score[key]) for key in ("score", "low", "high"))
-    return Scored(given, _text(model), _cell(mean, low, high, count))
+    return _cell(mean, low, high, count)
 
 
 def _of_inspect(logs: Sequence[Mapping[str, Any]], given: str) -> Scored:

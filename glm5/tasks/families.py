@@ -6,6 +6,9 @@ from typing import Any
 
 from glm5.register import Register
 from glm5.tasks.agents import AgentFamily
+from glm5.tasks.cc_bench.chained import ChainedFamily
+from glm5.tasks.cc_bench.exploration import ExplorationFamily
+from glm5.tasks.cc_bench.frontend import FrontendFamily
 from glm5.tasks.coding.benchmark import EvalPlusFamily, LiveCodeFamily
 from glm5.tasks.coding.bugfix import BugfixFamily
 from glm5.tasks.coding.generation import CodeFamily
@@ -43,9 +46,12 @@ FAMILIES: Register[Family] = Register(
         "assistant": AssistantFamily,
         "browsecomp": BrowseCompFamily,
         "bugfix": BugfixFamily,
+        "chained": ChainedFamily,
         "code": CodeFamily,
         "dialogue": DialogueFamily,
         "evalplus": EvalPlusFamily,
+        "exploration": ExplorationFamily,
+        "frontend": FrontendFamily,
         "general": GeneralFamily,
         "instructions": InstructionFamily,
         "judged": JudgedFamily,

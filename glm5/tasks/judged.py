@@ -1,6 +1,7 @@
 """Problems whose answers a model grades after the episode (`glm5 eval --judge`): what the judge reads beside the reply.
 
 An environment only keeps the reply. Until there is a verdict, that is an error of the evaluation, not of the answer.
+Answers that are no text, such as web projects, have a judge of their own; their problems say `needs_judge`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ Form = Literal["answer", "claims", "grade", "pair"]
 fixed baseline, asked in both orders."""
 UNJUDGED = "judge"
 """The cause in a record of an answer without a verdict."""
+WAITING = {"cause": UNJUDGED, "error": "not judged yet"}
+"""The detail of an episode whose end waits for its verdict."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +41,9 @@ def material_of(problem: object) -> Material | None:
 
 def is_judged(problem: object) -> bool:
     """Whether a model grades the answers."""
-    return material_of(problem) is not None
+    return material_of(problem) is not None or bool(getattr(problem, "needs_judge", False))
 
 
 def unjudged(reply: str, detail: Mapping[str, Any] | None = None) -> StepResult:
     """The end of an episode whose reply waits for its verdict."""
-    kept = {**(detail or {}), "reply": reply, "cause": UNJUDGED, "error": "not judged yet"}
-    return StepResult(done=True, outcome=Outcome.ENV_ERROR, detail=kept)
+    return StepResult(done=True, outcome=Outcome.ENV_ERROR, detail={**(detail or {}), "reply": reply, **WAITING})

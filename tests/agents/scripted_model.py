@@ -51,6 +51,10 @@ class ScriptedModel:
                     self._send(model.refuse_kind, text.encode(), status)
                     return
                 say, anthropic = model._next(body), self.path.endswith("/messages")
+                if "prompt" in body:  # a completion
+                    choice = {"index": 0, "text": say.text, "finish_reason": say.finish or "stop"}
+                    self._send("application/json", json.dumps({"choices": [choice]}).encode())
+                    return
                 if model.stream:
                     events = _anthropic_events(say) if anthropic else _openai_events(say)
                     lines = [f"event: {e.get('type', 'x')}\ndata: {json.dumps(e)}\n\n" for e in events]
@@ -81,7 +85,7 @@ class ScriptedModel:
         self._server.server_close()
 
     def _next(self, body: dict[str, Any]) -> Say:
-        turn = sum(m["role"] == "assistant" for m in body["messages"])
+        turn = sum(m["role"] == "assistant" for m in body.get("messages", ()))
         if callable(self.script):
             return self.script(body, turn)
         return self.script[min(turn, len(self.script) - 1)]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from glm5.agents import wire
 from glm5.agents.endpoint import Endpoint, EndpointError
 from glm5.agents.models import exact_measure, open_model
 from glm5.agents.tools import SPECS
@@ -14,6 +15,7 @@ from glm5.chat import Tokenizer, render_chat
 from glm5.errors import CheckpointError
 from glm5.model.hf_weights import write_checkpoint
 from glm5.records import Message, ToolCall
+from tests.agents.scripted_model import Say, ScriptedModel
 
 
 @pytest.mark.slow
@@ -49,3 +51,22 @@ def test_messages_are_counted_exactly(tokenizer: Tokenizer) -> None:
     for n in range(1, len(messages) + 1):
         options = dict(tokenizer=tokenizer, add_generation_prompt=False, clear_thinking=False)
         assert len(render_chat(messages[:n], **options).ids) == 2 + sum(map(count, messages[:n]))  # type: ignore[arg-type]
+
+
+def test_completions_continue_a_text() -> None:
+    """Whole, and in events as servers send them."""
+    with ScriptedModel([Say(" in Oslo.", finish="length")]) as server:
+        reply = (
+            Endpoint(server.url, dialect="completions", pauses=())
+            .asking(stop=["\n"])
+            .complete([Message("system", "Facts."), Message("user", "The tower is")], [])
+        )
+    assert (reply.message.content, reply.finish_reason) == (" in Oslo.", "length")
+    assert server.bodies[0]["prompt"] == "Facts.\n\nThe tower is" and server.bodies[0]["stop"] == ["\n"]
+    assert "messages" not in server.bodies[0]
+    draft = wire.Draft(lambda kind, text: None)
+    for text, finish in ((" in", None), (" Oslo", None), ("", "stop")):
+        choice = {"index": 0, "text": text, "finish_reason": finish}
+        wire.Completions.feed(draft, {"choices": [choice], "usage": None})
+    wire.Completions.feed(draft, {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 2}})
+    assert draft.message()[0].content == " in Oslo" and draft.finish_reason == "stop" and draft.prompt_tokens == 7

@@ -38,6 +38,9 @@ SETTINGS = {
     "cybergym": (1.0, 1.0, 32_000),
 }
 """Temperature, top_p and new tokens of the paper's appendix B, where it has them."""
+OWN_TESTS = {"cc-bench-frontend", "cc-bench-exploration", "cc-bench-chained"}
+"""Suites of other data, which tests/tasks/cc_bench and tests/eval/cc_bench play."""
+NAMES = sorted({*suite_names()} - OWN_TESTS)
 
 
 def fixture_of(name: str, folder: Path) -> tuple[Suite, bool]:
@@ -85,7 +88,7 @@ def fixture_of(name: str, folder: Path) -> tuple[Suite, bool]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", suite_names())
+@pytest.mark.parametrize("name", NAMES)
 def test_every_suite_is_played_to_its_end(name: str, tmp_path: Path) -> None:
     """By a server that reads long texts perfectly, picks B, and writes the file that the task in a room wants."""
     suite, rooms = fixture_of(name, tmp_path)
@@ -106,15 +109,19 @@ def test_every_suite_is_played_to_its_end(name: str, tmp_path: Path) -> None:
         if "bash" in tools:
             call = ("bash", {"command": "echo hello > /app/out.txt"})
             return Say("done") if turn else Say(calls=[call])
-        asked = body["messages"][-1]["content"]
+        asked = body["prompt"] if suite.plain else body["messages"][-1]["content"]
+        if suite.plain:
+            assert body["stop"] == suite.stop and "chat_template_kwargs" not in body
+        if name in ("evalplus", "livecodebench-base"):  # goes on where the prompt ends, and does not come to an end
+            return Say("print(1)" if "Print" in asked else "    return 1", finish="length")
+        if name in ("c3", "cluewsc"):
+            return Say(re.findall(r"^([A-D])\) B$", asked, re.MULTILINE)[0])
         if name == "ruler":
             return Say(perfect(asked))
         if asked in known:
             return Say(known[asked])
         if name == "vending-bench-2":
             return Say(calls=[("wait_for_next_day", {})])
-        if name in ("evalplus", "livecodebench-base"):
-            return Say("```python\n" + ("print(1)" if "Print" in asked else "def one():\n    return 1") + "\n```")
         chosen = re.search(r"^([A-D])\) B$", asked, re.MULTILINE)
         return Say(f"Answer: {chosen[1]}" if chosen else "\\boxed{B}")
 
@@ -131,7 +138,9 @@ def test_every_suite_is_played_to_its_end(name: str, tmp_path: Path) -> None:
         return Say("Renew Emma, please." if turn == 0 else "###STOP###")
 
     with ScriptedModel(script) as model, ScriptedModel(judge) as one, ScriptedModel(user) as person:
-        player, grader = RemotePlayer(Endpoint(model.url, pauses=())), AnswerJudge(Endpoint(one.url, pauses=()))
+        dialect: Any = "completions" if suite.plain else "openai"
+        player = RemotePlayer(Endpoint(model.url, pauses=(), dialect=dialect))
+        grader = AnswerJudge(Endpoint(one.url, pauses=()))
         roles: dict[str, Any] = {"judge": grader, "user": simulated_user(Endpoint(person.url, pauses=()))}
         found = run_suite(suite, player, folder=tmp_path / "out", **roles)
         assert found["score"] == (496.0 if name == "vending-bench-2" else 1.0) and "errors" not in found
@@ -139,7 +148,7 @@ def test_every_suite_is_played_to_its_end(name: str, tmp_path: Path) -> None:
         assert run_suite(suite, player, folder=tmp_path / "out", **roles) == found and len(model.bodies) == asked
 
 
-@pytest.mark.parametrize("name", suite_names())
+@pytest.mark.parametrize("name", NAMES)
 def test_suites_that_come_with_glm5(name: str, tmp_path: Path) -> None:
     suite, _ = fixture_of(name, tmp_path)
     assert SETTINGS.get(name, (suite.temperature, suite.top_p, suite.max_tokens)) == (

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from glm5.config.suite import SuitePart
 from glm5.errors import ConfigError
 from glm5.eval.passk import all_of_k
 from glm5.eval.suite import find_suite
 from glm5.eval.summary import difference, summary
-from glm5.stats import Interval, bounded_mean, mean_interval, mean_of_groups, wilson
+from glm5.stats import Interval, bounded_mean, clustered_share, mean_interval, mean_of_groups, wilson
 
 
 def test_dollars_have_no_bounds_and_one_year_has_no_interval() -> None:
@@ -38,6 +39,22 @@ def test_dollars_have_no_bounds_and_one_year_has_no_interval() -> None:
     assert "Infinity" not in json.dumps(alone)
     change = difference(suite, rows(500.0, 700.0, 900.0, 900.0), rows(400.0, 600.0, 1000.0, 1000.0))
     assert change["score"] == 0.0 and change["low"] == -change["high"] < -1000
+
+
+def test_checks_of_some_parts_count_beside_the_whole_problems() -> None:
+    parts = [SuitePart(name=name, family="arithmetic") for name in ("pages", "sums")]
+    suite = find_suite("arithmetic", {}).model_copy(update={"parts": parts})
+    rows: list[dict[str, Any]] = [{"cell": "sums", "place": 0, "reward": 1.0, "outcome": "solved"}]
+    for place, said in enumerate((["pass"] * 4, ["pass", "error"], ["fail"] * 2)):
+        checks = {str(number): one for number, one in enumerate(said)}
+        outcome = "solved" if set(said) == {"pass"} else "failed"
+        rows.append({"cell": "pages", "place": place, "reward": 0.0, "outcome": outcome, "checks": checks})
+        rows[-1]["built"] = place < 2
+    found = summary(suite, rows)
+    assert (found["cells"]["pages"]["score"], found["cells"]["sums"]["n"]) == (pytest.approx(1 / 3), 1)
+    assert found["checks"].keys() == found["built"].keys() == {"all", "pages"} and found["unjudged"] == 1
+    assert found["checks"]["pages"] == clustered_share([4, 1, 0], [4, 2, 2]).plain()
+    assert found["built"]["pages"] == bounded_mean([1, 1, 0]).plain()
 
 
 def test_pass_hat_k() -> None:

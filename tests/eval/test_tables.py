@@ -96,6 +96,21 @@ def test_dollars_and_logs_of_inspect(tmp_path: Path) -> None:
             table("7", [wrong])
 
 
+def test_one_record_fills_the_rows_of_its_parts(tmp_path: Path) -> None:
+    pages = record(tmp_path / "pages", "cc-bench-frontend", {"name": "m"})
+    share = {"score": 0.25, "low": 0.125, "high": 0.5, "n": 8}
+    values = {**share, "cells": {"html": share, "svelte": share}, "checks": {"all": share, "html": {**share, "n": 50}}}
+    (pages / RESULT).write_text(json.dumps(values | {"built": {"svelte": {**share, "score": 0.375}}}))
+    text = table("8", [str(pages)])
+    names = ("HTML, whole tasks", "HTML, check-items", "Builds: Svelte", "Backend")
+    found = {row: cells(text, row)[0] for row in names}
+    assert found == {
+        "HTML, whole tasks": "25.0 (12.5 to 50.0), 8 \\*", "HTML, check-items": "25.0 (12.5 to 50.0), 50 \\*",
+        "Builds: Svelte": "37.5 (12.5 to 50.0), 8 \\*", "Backend": "",
+    }  # fmt: skip
+    assert "problems of our own" in text and cells(text, "Vue, whole tasks")[0] == ""
+
+
 def test_lm_eval_and_wrong_records(tmp_path: Path) -> None:
     file = tmp_path / "results.json"
     file.write_text(json.dumps(LM_EVAL))
@@ -113,6 +128,7 @@ def test_lm_eval_and_wrong_records(tmp_path: Path) -> None:
         ("7", [str(tmp_path / "empty")], DataError, "no record"),
         ("7", [str(tmp_path / "nothing.json")], DataError, "no record"),
         ("7", [str(file)], ConfigError, "no task of this table: gsm8k, mmlu"),
+        ("8", [f"HTML, check-items={folder}"], ConfigError, "HTML, check-items: that part of the suite was not played"),
     ):
         with pytest.raises(error, match=said):
             table(name, wrong)

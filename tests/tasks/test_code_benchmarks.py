@@ -71,7 +71,8 @@ def test_values_keep_their_types_and_floats_have_a_tolerance(tmp_path: Path) -> 
     assert same_value(value, outputs(source, [[1.5]], "call", "f")[0]) and not same_value(
         value, outputs(source.replace("(1", "(2"), [[1.5]], "call", "f")[0]
     )
-    assert same_value(0.1 + 0.2, 0.3) and same_value(1, 1.0) and same_value(True, 1) and not same_value(1.1, 1)
+    assert same_value(0.1 + 0.2, 0.3, 1e-6) and not same_value(0.1 + 0.2, 0.3)
+    assert same_value(1, 1.0) and same_value(True, 1) and not same_value(1.1, 1)
     assert (
         same_value([2.4], [2.0], 0.5)
         and not same_value({"tuple": [1]}, [1])
@@ -87,7 +88,31 @@ def test_values_keep_their_types_and_floats_have_a_tolerance(tmp_path: Path) -> 
                             "canonical_solution": "    return -1.0\n", "base_input": [[[-1, 0, 1]]],
                             "plus_input": []}  # fmt: skip
     problem = make_family("evalplus", file=write(tmp_path / "z.jsonl", find_zero)).problem("heldout", 0)
-    assert outcome(problem, "    return 1.0") is Outcome.SOLVED and outcome(problem, "    return 0.9") is Outcome.FAILED
+    assert outcome(problem, "    return 1.0") is Outcome.SOLVED
+    assert {outcome(problem, f"    return {said}") for said in ("0.9", "1e308", "10**999")} == {Outcome.FAILED}
+
+
+@pytest.mark.parametrize(
+    ("body", "right"),
+    [
+        ("sum(xs) / len(xs)", True), ("sum(xs) / len(xs) + 1e-7", True), ("sum(xs) / len(xs) + 1e-5", False),
+        ("[sum(xs) / len(xs)]", False), ("str(sum(xs) / len(xs))", False), ("(sum(xs) / len(xs), 1)", False),
+    ],
+)  # fmt: skip
+def test_floats_are_compared_as_evalplus_does(body: str, right: bool, tmp_path: Path) -> None:
+    """By evalplus 0.3.1's own `untrusted_check` on the same programs; beside something else, floats must be equal."""
+    row = EVALPLUS | {
+        "prompt": "def mean(xs):\n    'm'\n",
+        "entry_point": "mean",
+        "canonical_solution": "    return sum(xs) / len(xs)\n",
+        "base_input": [[[1, 2, 4]], [[0.1]]],
+        "plus_input": [],
+    }
+    problem = make_family("evalplus", file=write(tmp_path / "m.jsonl", row)).problem("heldout", 0)
+    assert (outcome(problem, f"    return {body}") is Outcome.SOLVED) == right
+    mixed = row | {"canonical_solution": "    return sum(xs) / len(xs), 'x'\n"}
+    problem = make_family("evalplus", file=write(tmp_path / "m.jsonl", mixed)).problem("heldout", 0)
+    assert outcome(problem, "    return sum(xs) / len(xs) + 1e-9, 'x'") is Outcome.FAILED
 
 
 def test_inputs_on_which_the_rows_own_solution_fails_do_not_count(tmp_path: Path) -> None:
@@ -175,3 +200,21 @@ def test_texts_and_blocks() -> None:
     assert same_text("1 2\n3\n", "1  2 \n3.0") and not same_text("1 2 3", "1 2\n3") and not same_text("a", "b")
     assert program_of("a\n```py\nx\n```\n```\ny\n```") == "y\n" and program_of("x = 1") == "x = 1"
     assert program_of("```python\nx") == "x"
+
+
+def test_plain_prompts_end_where_the_program_begins(tmp_path: Path) -> None:
+    problem: Any = make_family(
+        "livecodebench", file=write(tmp_path / "f.jsonl", livecode("functional")), form="plain"
+    ).problem("heldout", 0)
+    assert problem.prompt.endswith("def scale(self, xs: List[int], by: int) -> List[int]:\n")
+    assert outcome(problem, "        return [x * by for x in xs]\n") is Outcome.SOLVED
+    assert outcome(problem, "        return xs\n") is Outcome.FAILED
+    problem = make_family("livecodebench", file=write(tmp_path / "s.jsonl", livecode("stdin")), form="plain").problem(
+        "heldout", 0
+    )
+    assert problem.prompt.endswith("```python\n") and "standard input" in problem.prompt
+    assert outcome(problem, "input()\nprint(sum(map(int, input().split())))\n") is Outcome.SOLVED
+    row = make_family("evalplus", file=write(tmp_path / "e.jsonl", EVALPLUS), form="plain").problem("heldout", 0)
+    assert row.prompt == HEAD and outcome(row, "    return (min(xs), max(xs)) if xs else None") is Outcome.SOLVED
+    with pytest.raises(ConfigError, match="chat or plain"):
+        make_family("evalplus", file=str(tmp_path / "e.jsonl"), form="few-shot")

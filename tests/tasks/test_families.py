@@ -33,8 +33,11 @@ NAMES_OF_ALL = [
     not in (
         "agent",
         "browsecomp",
+        "chained",
         "dialogue",
         "evalplus",
+        "exploration",
+        "frontend",
         "judged",
         "livecodebench",
         "mcp_atlas",
@@ -46,7 +49,7 @@ NAMES_OF_ALL = [
         "tool_decathlon",
         "toolcall_rows",
         "verifiers",
-    )  # whose problems are made elsewhere
+    )  # whose problems are made elsewhere, or are all held out
     and name != "vending"  # nobody knows the best year, so there are no demonstrations
 ]
 

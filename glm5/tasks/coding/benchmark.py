@@ -21,7 +21,7 @@ from typing import Any
 
 from glm5.errors import ConfigError, DataError, GradingError
 from glm5.records import Env, Message
-from glm5.tasks.coding.execute import FAILED, outputs, same_text, same_value
+from glm5.tasks.coding.execute import FAILED, outputs, same_text, same_value, untupled
 from glm5.tasks.contract import Family, SingleTurnEnv, ToolSpec
 from glm5.tasks.questions import table_rows
 
@@ -38,6 +38,9 @@ SOLVE = """Solve this problem with a Python program. Answer with the program in 
 {form}"""
 READS = "The program reads its input from standard input and prints the answer to standard output."
 STARTS = "Begin with this code:\n\n```python\n{starter}\n```"
+PLAIN = "{question}\n\n{form}\n\nThe program:\n\n```python\n{starter}"
+FORMS = ("chat", "plain")
+"""A request, or a text that ends where the program begins, for base models."""
 MOST_TESTS = 256 << 20
 """Bytes of a row's hidden tests."""
 
@@ -98,24 +101,33 @@ class EvalPlusProblem(CodeProblem):
             start += "\n    pass"  # the prompt has no docstring, and the reply is the whole function
         program = f"{start}\n{code}"
         found = outputs(program, [arguments for arguments, _ in known], "call", self.name)
-        return all(self._is(got, *case) for got, case in zip(found, known, strict=True))
+        try:
+            return all(self._is(got, *case) for got, case in zip(found, known, strict=True))
+        except OverflowError:  # a number beyond all floats
+            return False
 
     def _is(self, got: Any, arguments: Any, want: Any) -> bool:
         if self.name == "find_zero" and isinstance(got, float) and arguments and isinstance(arguments[0], list):
             # Any root of the polynomial is right.
             return abs(sum(c * got**i for i, c in enumerate(arguments[0]))) <= (self.tolerance or 1e-4)
-        return got is not FAILED and same_value(got, want, self.tolerance)
+        if got is FAILED:
+            return False
+        members = untupled(want) if isinstance(want, list | dict) else [want]
+        floats = isinstance(members, list) and all(isinstance(one, float) for one in members)
+        tolerance = self.tolerance or (1e-6 if floats else 0.0)  # EvalPlus's rule: of floats, and lists of nothing else
+        return same_value(got, want) or (type(got) is type(want) and same_value(got, want, tolerance))
 
 
 @dataclass(frozen=True)
 class LiveCodeProblem(CodeProblem):
-    """A program, or a method of a class, and its tests."""
+    """A program, or a method of a class, and its tests. `start` is the code with which a plain prompt ends."""
 
     name: str = ""
+    start: str = ""
     tests: tuple[tuple[str, str], ...] = ()
 
     def right(self, reply: str) -> bool:
-        program = program_of(reply)
+        program = program_of(reply) if "```" in reply else f"{self.start}{reply}"
         if not self.name:
             found = outputs(program, [given for given, _ in self.tests], "stdin")
             return all(
@@ -153,9 +165,12 @@ class _FileFamily(Family):
 
     domain = "code"
 
-    def __init__(self, seed: int = 0, *, file: str = "", folder: str = "", thinking: bool = True) -> None:
-        if not isinstance(file, str) or not file:
-            raise ConfigError(f"{self.name}: set file to the benchmark's file (JSONL).")
+    def __init__(
+        self, seed: int = 0, *, file: str = "", folder: str = "", form: str = "chat", thinking: bool = True
+    ) -> None:
+        if not isinstance(file, str) or not file or form not in FORMS:
+            raise ConfigError(f"{self.name}: set file to the benchmark's file (JSONL); form is {' or '.join(FORMS)}.")
+        self._form = form
         self._path, self._thinking = Path(folder, file), bool(thinking)
         self._rows = table_rows(self._path)
 
@@ -188,9 +203,10 @@ class EvalPlusFamily(_FileFamily):
     name = "evalplus"
 
     def __init__(
-        self, seed: int = 0, *, file: str = "", folder: str = "", plus: bool = True, thinking: bool = True
-    ) -> None:
-        super().__init__(seed, file=file, folder=folder, thinking=thinking)
+        self, seed: int = 0, *, file: str = "", folder: str = "", plus: bool = True, form: str = "chat",
+        thinking: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__(seed, file=file, folder=folder, form=form, thinking=thinking)
         self._plus = bool(plus)
 
     def _made(self, row: Any, line: int) -> EvalPlusProblem:
@@ -198,7 +214,7 @@ class EvalPlusFamily(_FileFamily):
         cases = [*row["base_input"], *(row["plus_input"] if self._plus else ())]
         if not cases or not all(isinstance(case, list) for case in cases) or not name.isidentifier():
             raise ValueError("its inputs are no lists of arguments, or entry_point is no name")
-        prompt = COMPLETE.format(prompt=start.strip())
+        prompt = start if self._form == "plain" else COMPLETE.format(prompt=start.strip())
         return EvalPlusProblem(
             f"evalplus/{row['task_id']}", self._key(prompt), prompt, self._thinking, start=start, name=name,
             solution=solution, cases=json.dumps(cases), tolerance=float(row.get("atol") or 0.0),
@@ -213,9 +229,9 @@ class LiveCodeFamily(_FileFamily):
 
     def __init__(
         self, seed: int = 0, *, file: str = "", folder: str = "", since: str = "", until: str = "",
-        thinking: bool = True,
+        form: str = "chat", thinking: bool = True,
     ) -> None:  # fmt: skip
-        super().__init__(seed, file=file, folder=folder, thinking=thinking)
+        super().__init__(seed, file=file, folder=folder, form=form, thinking=thinking)
         within = [one for one in self._rows if since <= str(one[1].get("contest_date", since)) <= (until or "~")]
         if not within:
             raise DataError(f"livecodebench: no row of {self._path} is from {since or 'the beginning'} to {until}.")
@@ -229,12 +245,17 @@ class LiveCodeFamily(_FileFamily):
         name = str(metadata["func_name"]) if kinds == {"functional"} else ""
         if not found or len(kinds) != 1:
             raise ValueError("there are no tests, or of several types")
-        starter = str(row.get("starter_code") or "").strip()
+        starter = str(row.get("starter_code") or "").rstrip()
         form = STARTS.format(starter=starter) if starter else READS
-        prompt = SOLVE.format(question=str(row["question_content"]).strip(), form=form)
+        asked, start = str(row["question_content"]).strip(), ""
+        if self._form == "plain":
+            start = f"{starter}\n" if starter else ""
+            prompt = PLAIN.format(question=asked, form="" if starter else READS, starter=start)
+        else:
+            prompt = SOLVE.format(question=asked, form=form)
         name_of = row.get("question_id") or line
         return LiveCodeProblem(
-            f"livecodebench/{name_of}", self._key(prompt), prompt, self._thinking, name=name, tests=found
+            f"livecodebench/{name_of}", self._key(prompt), prompt, self._thinking, name=name, start=start, tests=found
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +62,7 @@ class DecathlonEnv(McpEnv):
     def __init__(self, problem: DecathlonProblem) -> None:
         super().__init__(problem)
         self._task, self._said = problem, list[Message]()
+        self._launched = time.strftime("%Y-%m-%d %H:%M:%S")
 
     def start(self) -> tuple[Sequence[Message], Sequence[ToolSpec], bool]:
         messages, tools, thinking = super().start()
@@ -79,6 +81,7 @@ class DecathlonEnv(McpEnv):
         if program.is_file():
             self.room.upload_tree(program.parent, f"{TASK}/preprocess")
             done = self._run(self.room, f"{TASK}/preprocess/main.py")
+            self.room.exec(["/bin/rm", "-rf", TASK])  # it may say what is wanted
             if done.exit_code:
                 raise GradingError(f"{self.problem}: preprocess/main.py failed: {_tail(done)}")
 
@@ -100,7 +103,8 @@ class DecathlonEnv(McpEnv):
 
     def _run(self, room: Room, program: str, *arguments: str) -> ExecResult:
         """One of the task's programs."""
-        argv = [self._task.python or interpreter(), "-B", program, "--agent_workspace", WORKSPACE, *arguments]
+        given = ["--agent_workspace", WORKSPACE, "--launch_time", self._launched, *arguments]
+        argv = [self._task.python or interpreter(), "-B", program, *given]
         env = {"PYTHONPATH": self._task.library} if self._task.library else {}
         return room.exec(argv, cwd=WORKSPACE, env=env, timeout_s=PROGRAM_S)
 

@@ -169,14 +169,14 @@ def _added_names(
 ) -> tuple[tuple[str, str], ...]:
     """(path, name) of public functions and classes that only the fixed state defines."""
     pairs = (
-        (path, _names(new[path], path, language) - _names(text, path, language))
+        (path, public_names(new[path], path, language) - public_names(text, path, language))
         for path, text in changes.items()
         if text is not None
     )
     return tuple((path, name) for path, names in pairs for name in sorted(names))
 
 
-def _names(text: str, path: str, language: str) -> set[str]:
+def public_names(text: str, path: str, language: str) -> set[str]:
     """Names of functions, and of Python classes, that do not begin with an underscore."""
     tree = _tree(text, path, language)
     if isinstance(tree, Parsed):

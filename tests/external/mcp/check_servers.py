@@ -122,7 +122,7 @@ def test_the_suite_mcp_atlas(data: dict[str, Any], tmp_path: Path) -> None:
 EVALUATION = """
 import argparse, json, pathlib, sys
 parser = argparse.ArgumentParser()
-for name in ("agent_workspace", "groundtruth_workspace", "res_log_file"):
+for name in ("agent_workspace", "groundtruth_workspace", "launch_time", "res_log_file"):
     parser.add_argument("--" + name)
 given = parser.parse_args()
 want = pathlib.Path(given.groundtruth_workspace, "sum.txt").read_text()
@@ -131,9 +131,10 @@ print(json.load(open(given.res_log_file))["status"], made)
 sys.exit(made.strip() != want.strip())
 """
 PREPARE = """
-import argparse, pathlib
+import argparse, datetime, pathlib
 parser = argparse.ArgumentParser()
 parser.add_argument("--agent_workspace")
+parser.add_argument("--launch_time", type=datetime.datetime.fromisoformat)
 pathlib.Path(parser.parse_args().agent_workspace, "c.txt").write_text("4")
 """
 
@@ -162,10 +163,10 @@ def test_the_suite_tool_decathlon(tmp_path: Path, total: str, score: float) -> N
     def agent(body: dict[str, Any], turn: int) -> Say:
         if turn == 0:
             assert body["messages"][0]["content"] == "Your folder is /workspace"
-            return Say(calls=[("shelf_list_files", {}), ("shelf_read_file", {"path": "/task/evaluation/main.py"})])
+            return Say(calls=[("shelf_list_files", {}), ("shelf_read_file", {"path": "/task/preprocess/main.py"})])
         if turn == 1:
             texts = [m["content"] for m in body["messages"] if m["role"] == "tool"]
-            assert texts[0] == "a.txt\nc.txt" and "No such file" in texts[1]  # the evaluation is not there yet
+            assert texts[0] == "a.txt\nc.txt" and "No such file" in texts[1]  # nothing of the task's is there
             return Say(calls=[("shelf_write_file", {"path": "sum.txt", "text": total})])
         return Say("done", calls=[("claim_done", {})])
 

@@ -1,0 +1,165 @@
+"""Frontend tasks in a real browser: the scripted judge against the known truth, hostile pages, and the whole suite."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from glm5.cli.options import app
+from glm5.eval.cc_bench.project_browser import ProjectBrowser
+from glm5.eval.cc_bench.scripted_judge import ScriptedItem, scripted_judge
+from glm5.records import Message
+from glm5.tasks import make_family
+from glm5.tasks.cc_bench.checks import PAGES, FrontendTask, frontend_task
+from glm5.tasks.cc_bench.frontend import NUMBERS
+from glm5.tasks.cc_bench.kinds import KINDS
+from glm5.tasks.cc_bench.project import APP, Project, build_project
+from glm5.tasks.harbor.trial import TaskRoom
+from tests.agents.scripted_model import Say, ScriptedModel
+from tests.rooms import needs_rooms
+from tests.tasks.cc_bench.test_frontend_tasks import NPM, TITLE
+
+pytestmark = [pytest.mark.slow, pytest.mark.browser]
+
+
+def project(html: str, **files: bytes) -> Project:
+    site = {"index.html": html.encode(), **files}
+    return Project(site, site)
+
+
+@pytest.mark.parametrize("name", sorted(PAGES))
+def test_the_scripted_judge_agrees_with_the_truth(name: str) -> None:
+    """The reference and one or two mutants of each seed: more than 100 items with known truth over all seeds."""
+    number = sorted(PAGES).index(name) % NUMBERS
+    task = frontend_task(name, number)
+    for mutant in ("", *sorted(task.mutants)[number::4]):
+        page = task.mutated(mutant) if mutant else task.page
+        found = scripted_judge().verdicts(task, project(page.html(TITLE)))
+        told = [one.verdict == "pass" for one in found.values()]
+        why = [(i, one) for i, one in found.items() if (one.verdict == "pass") != task.truth(mutant)[int(i) - 1]]
+        assert told == task.truth(mutant), (mutant, why)
+        assert all(one.evidence for one in found.values())
+
+
+def test_the_browser_tools() -> None:
+    page = """<title>T</title><h1>Hello</h1><button onclick="alert('stop'); this.textContent = 'pressed'">Go</button>
+    <button onclick="while (true);">Hang</button><label>Name <input></label>
+    <script>console.log('started'); fetch('http://elsewhere.test/x').catch(() => console.error('no network'));
+    window.open('/other.html');</script>"""
+    with ProjectBrowser(project(page, **{"other.html": b"<p>second", "note.txt": b"source"})) as browser:
+
+        def call(name: str, **arguments: str) -> str:
+            return browser.call(name, arguments)
+
+        assert call("look").startswith("error: no page is open")
+        assert 'heading "Hello"' in call("open") and "second" in call("open", path="/other.html")
+        call("open")
+        assert 'button "pressed"' in call("click", target='button "Go"')
+        assert "textbox" in call("type", target='textbox "Name"', text='a "quoted" text')
+        assert "error: the page has no" in call("click", target='button "Nothing"')
+        assert "is no target" in call("click", target="Go!!")
+        assert "2 elements" in call("inspect", target="css=button") and "box: " in call("inspect", target="css=h1")
+        console = call("console")
+        assert all(
+            text in console for text in ("log: started", "refused: a request to elsewhere.test", "dialog alert: stop")
+        )
+        assert "1280 x 720" in call("screenshot")
+        assert (
+            call("list_files") == "index.html\nnote.txt\nother.html" and call("read_file", path="note.txt") == "source"
+        )
+        assert call("read_file", path="../x").startswith("error: ") and call("nothing").startswith("error: ")
+        assert call("click").startswith("error: click takes target")
+        assert "missing" not in call("open", path="/a/route") and "not found" in call("open", path="/a/gone.js")
+        call("open")
+        assert "did not answer" in call("click", target='button "Hang"')  # ends the browser
+        assert 'heading "Hello"' in call("open")
+
+
+@needs_rooms
+def test_the_terminal_has_the_source_and_no_network() -> None:
+    with ProjectBrowser(project("<p>x", **{"a.txt": b"alpha"})) as browser:
+        assert "alpha" in browser.call("terminal", {"command": "cat a.txt"})
+        assert "[exit code 0]" not in browser.call("terminal", {"command": "curl -s http://1.1.1.1 || exit 3"})
+
+
+@needs_rooms
+@pytest.mark.parametrize("kind", [name for name in KINDS if KINDS[name].build])
+def test_built_frameworks_in_the_browser(kind: str) -> None:
+    """The reference of a task as a project of each framework passes, and a mutant fails where it should."""
+    if not NPM:
+        pytest.skip("The npm packages are not here; install them and name their folder in GLM5_NPM.")
+    problem = make_family("frontend", kind=kind, packages=NPM).problem("heldout", sorted(KINDS).index(kind))
+    task, mutant = problem.task, min(problem.task.mutants)
+    for name, page in (("", task.page), (mutant, task.mutated(mutant))):
+        with TaskRoom(problem.folder) as room:
+            files = problem.kind.project(page, TITLE)
+            room.room.upload({f"{APP}/{path}": text.encode() for path, text in files.items()})
+            made = build_project(room.room, problem.kind)
+            room.room.upload({f"{APP}/{max(files, key=lambda path: len(files[path]))}": b"<<<"})
+            assert name or not build_project(room.room, problem.kind).built
+        found = scripted_judge().verdicts(task, Project.unpacked(made.packed()))
+        assert [one.verdict == "pass" for one in found.values()] == task.truth(name), (made.log, found)
+
+
+def references(body: dict[str, Any], turn: int) -> Say:
+    """A model that answers with the reference of the task; of every second seed with its first mutant."""
+    task, mutant = task_of(body["messages"][-1]["content"])
+    page = task.mutated(mutant) if mutant else task.page
+    return Say(f"Here it is.\n\n```html index.html\n{page.html(TITLE)}```\n")
+
+
+def task_of(asked: str) -> tuple[FrontendTask, str]:
+    names = [(name, number) for name in sorted(PAGES) for number in range(NUMBERS)]
+    place, task = next((i, t) for i, n in enumerate(names) if asked.startswith((t := frontend_task(*n)).statement))
+    return task, sorted(task.mutants)[0] if place % 2 else ""
+
+
+def judge_by_script(body: dict[str, Any], turn: int) -> Say:
+    """A judge behind a URL that follows the item's script."""
+    messages = [Message(m["role"], m["content"] or "") for m in body["messages"]]
+    asked = messages[1].content
+    task = next(t for name in PAGES for n in range(NUMBERS) if (t := frontend_task(name, n)).statement in asked)
+    item = next(one for one in task.items if asked.endswith(one.text))
+    (call,) = ScriptedItem(item).complete(messages, []).message.tool_calls
+    return Say(calls=[(call.name, dict(call.arguments))])
+
+
+@needs_rooms
+def test_the_suite_from_end_to_end(tmp_path: Path) -> None:
+    def run(*words: str) -> Any:
+        done = CliRunner().invoke(app, list(words), catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    out, by_model = tmp_path / "scripted", tmp_path / "model"
+    with ScriptedModel(references) as model, ScriptedModel(judge_by_script) as judge:
+        common = ["eval", model.url, "--suite", "cc-bench-frontend", "--part", "html", "--set", "tools=[]", "--json"]
+        found = json.loads(run(*common, "--problems", "8", "--judge", "scripted", "--out", str(out)))[
+            "cc-bench-frontend"
+        ]
+        again = json.loads(run(*common, "--problems", "2", "--judge", judge.url, "--out", str(by_model)))
+    rows = [json.loads(line) for line in (out / "episodes.jsonl").read_text().splitlines()]
+    judged = [row for row in rows if "verdicts" in row]
+    assert len(judged) == 8 and not any(row.get("project") for row in judged)
+    truth = list[bool]()
+    for row in judged:
+        name, number = re.fullmatch(r"frontend/html/(\w+)-(\d)", row["problem"]).groups()  # type: ignore[union-attr]
+        task, mutant = task_of(frontend_task(name, int(number)).statement)
+        truth += task.truth(mutant)
+        assert [row["checks"][str(i + 1)] == "pass" for i in range(len(task.items))] == task.truth(mutant)
+    assert (
+        found["checks"]["html"]["score"] == pytest.approx(sum(truth) / len(truth))
+        and found["built"]["html"]["score"] == 1
+    )
+    assert (
+        found["score"] == pytest.approx(sum(row["outcome"] == "solved" for row in judged) / 8) and "errors" not in found
+    )
+    assert again["cc-bench-frontend"]["checks"]["html"]["n"] > 0 and "errors" not in again["cc-bench-frontend"]
+    text = run("table", "8", str(out))
+    (line,) = [one for one in text.splitlines() if one.startswith("| HTML, check-items |")]
+    assert f"{100 * sum(truth) / len(truth):.1f} (" in line.split("|")[2] and f", {len(truth)}" in line
