@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import pickle
+import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,15 @@ def test_each_input_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert outputs("print(input())", ["1", "2", "3"], "stdin") == ["1\n", "2\n", "3\n"]
     assert outputs("1 / 0", ["x"] * 100, "stdin") == [FAILED] * 100
     assert seen[1].wall_s - seen[0].wall_s >= 97 * 2 and seen[1].cpu_s > seen[0].cpu_s
+
+
+@pytest.mark.slow
+def test_a_program_that_hides_and_ignores_its_alarm_is_ended() -> None:
+    hidden = "import os, signal, time\nsignal.signal(signal.SIGALRM, signal.SIG_IGN)\n{}\ntime.sleep(99)"
+    started = time.monotonic()
+    for way in ("os.closerange(1, 30)", "os.fork()"):
+        assert outputs(hidden.format(way), ["", ""], "stdin") == [FAILED, FAILED]
+    assert time.monotonic() - started < 30
 
 
 def test_integers_beyond_all_floats_are_compared() -> None:

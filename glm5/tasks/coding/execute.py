@@ -17,6 +17,8 @@ from glm5.sandbox.sandbox import NO_FILES, Limits, Sandbox
 Mode = Literal["call", "stdin"]
 CASE_S = 6
 """Seconds of one input."""
+MOST_S = 1800.0
+"""Seconds of all inputs together: enough for the processor time of 256."""
 MOST_SHOWN = 1 << 18
 """Bytes of one output."""
 FAILED: Any = object()
@@ -92,7 +94,7 @@ for case in order["cases"]:
         finally:
             os._exit(code)
     os.close(there)
-    data, end = b"", time.monotonic() + 2 * seconds + 2  # also for a program that ignores its alarm
+    data, end = b"", time.monotonic() + 2 * seconds + 1  # also for a program that ignores its alarm
     late = False
     while len(data) <= most and not late:
         late = not select.select([here], [], [], max(0, end - time.monotonic()))[0]
@@ -101,9 +103,15 @@ for case in order["cases"]:
             break
         data += chunk
     os.close(here)
-    if late or len(data) > most:
-        os.kill(child, 9)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    ended = 0
+    while not ended:
+        late = late or time.monotonic() > end
+        if late or len(data) > most:
+            os.kill(child, 9)
+        ended, status = os.waitpid(child, 0 if late or len(data) > most else os.WNOHANG)
+        if not ended:
+            time.sleep(0.001)
+    status = os.waitstatus_to_exitcode(status)
     late = late or status in (-signal.SIGXCPU, -signal.SIGALRM)
     good = status == 0 and not late and len(data) <= most
     os.write(3, (json.dumps(data.decode("utf-8", "replace") if good else False if late else None) + "\\n").encode())
@@ -125,10 +133,9 @@ def outputs(
     with "stdin" what it prints for a text. FAILED for a failure and for what comes after it.
 
     A `trusted` program goes on after a failure; if it takes too long or a case is not run, that is a GradingError, as
-    it is if the sandbox fails. `wall_s` is for all cases, by default more than each may take alone, so that another
-    program that reaches it has stopped the harness.
+    it is if the sandbox fails. `wall_s` is for all cases, by default what each may take alone, at most MOST_S.
     """
-    wall_s = wall_s or 30.0 + len(cases) * (2 * CASE_S + 3)
+    wall_s = wall_s or min(30.0 + len(cases) * (2 * CASE_S + 2), MOST_S)
     limits = Limits(cpu_s=60 + len(cases), wall_s=wall_s, memory_mb=1024, processes=4, file_mb=16, output_kb=1 << 15)
     sent = [_tagged(case) for case in cases] if mode == "call" else list(cases)
     order = {"program": program, "name": name, "mode": mode, "seconds": CASE_S, "most": MOST_SHOWN, "cases": sent}
