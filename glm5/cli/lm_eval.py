@@ -75,11 +75,15 @@ def lm_eval(
     if not made:
         raise DataError(f"lm-eval wrote no results below {out}.")
     found = json.loads(made[-1].read_text(encoding="utf-8"))["results"]
-    scores = {
-        task: {key.partition(",")[0]: value for key, value in values.items() if isinstance(value, float)}
-        for task, values in found.items()
-    }
+    scores = {task: scores_of(values) for task, values in found.items()}
     return {"results": str(made[-1]), **scores}
+
+
+def scores_of(values: dict[str, Any]) -> dict[str, float]:
+    """The numbers of a task's results by metric, with the filter of lm-eval that the answers went through, if one did:
+    "acc", "exact_match,strict-match"."""
+    numbers = {key: value for key, value in values.items() if type(value) in (int, float)}
+    return {key.removesuffix(",none"): value for key, value in numbers.items()}
 
 
 def results_below(folder: Path) -> list[Path]:

@@ -151,19 +151,29 @@ def _of_lm_eval(found: Mapping[str, Any], given: str, rows: Sequence[Mapping[str
     model = _text(str(found.get("model_name") or found["config"]["model"]).rpartition("/")[2])
     scores = []
     for row in rows:
-        task, metric = row.get("lm_eval", ("", ""))
+        task, metric, *wanted = row.get("lm_eval", ("", ""))
         if task not in found["results"] or given not in ("", row["name"]):
             continue
         values = found["results"][task]
-        key = next(key for key in values if key.partition(",")[0] == metric)
-        error = values.get(f"{metric}_stderr,{key.partition(',')[2]}")
+        keys = {key.partition(",")[2]: key for key in values if key.partition(",")[0] == metric}
+        passed = _filter(task, list(keys), wanted)
+        key, error = keys[passed], values.get(f"{metric}_stderr,{passed}")
         counts = found.get("n-samples", {}).get(task, {}).get("effective", 0)
         score = 100 * float(values[key])
-        half = 100 * float(error) * t_quantile(0.95, max(1, int(counts) - 1)) if isinstance(error, float) else 0.0
+        half = 100 * float(error) * t_quantile(0.95, max(1, int(counts) - 1)) if isinstance(error, int | float) else 0.0
         scores.append(Scored(row["name"], model, _cell(score, score - half, score + half, int(counts))))
     if not scores:
         raise ConfigError(f"The file of lm-eval has no task of this table: {', '.join(list(found['results'])[:8])}.")
     return scores
+
+
+def _filter(task: str, found: Sequence[str], wanted: Sequence[str]) -> str:
+    """The filter of lm-eval whose score counts: the row's, else "none", else the only one."""
+    for name in (*wanted, "none", *(found if len(found) == 1 else ())):
+        if name in found:
+            return name
+    held = f"several filters ({', '.join(found)}); leave one" if found else "no score of the row's metric"
+    raise ConfigError(f"The file of lm-eval has {held}: {task:.60}.")
 
 
 def _cell(score: float, low: float, high: float, n: int) -> str:

@@ -121,10 +121,15 @@ class JudgedFamily(Family):
 
 def _messages(prompt: str, row: Mapping[str, Any]) -> tuple[Message, ...]:
     if isinstance(found := row.get(prompt), list):
-        messages = tuple(Message(str(one["role"]), str(one["content"])) for one in found)
+        if not all(isinstance(one, dict) and isinstance(one.get("content"), str) for one in found):
+            raise ValueError(f'a message of the field "{prompt}" has no text "content"')
+        messages = tuple(Message(str(one["role"]), one["content"]) for one in found)
         if not messages or messages[-1].role != "user" or not {one.role for one in messages} <= set(ROLES):
             raise ValueError(f'the field "{prompt}" is no conversation that ends with the user')
         return messages
+    fields = re.findall(r"\{([^{}]+)\}", prompt)
+    if empty := [name for name in fields if row[name] is None]:
+        raise ValueError(f'the field "{empty[0]}" is null')
     text = re.sub(r"\{([^{}]+)\}", lambda match: str(row[match[1]]), prompt).strip()
     if not text or text == prompt:
         raise ValueError(f'the prompt "{prompt:.40}" names no field of the row')

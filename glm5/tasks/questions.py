@@ -202,7 +202,10 @@ def _rows(path: Path, stamp: tuple[int, int]) -> list[tuple[int, Any]]:
             with path.open("rb") as lines:
                 for number, line in enumerate(iter(lambda: lines.readline(MOST_ROW_BYTES), b""), 1):
                     if line.strip():
-                        found.append((number, json.loads(line)))
+                        row = json.loads(line)
+                        if not isinstance(row, dict):
+                            raise DataError(f"{path}, line {number}: no JSON object; the file has one a line.")
+                        found.append((number, row))
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from None
     except (csv.Error, UnicodeDecodeError) as error:

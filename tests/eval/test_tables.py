@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from glm5.cli import app
+from glm5.cli.lm_eval import scores_of
 from glm5.errors import ConfigError, DataError
 from glm5.eval.record import RESULT, SETTINGS
 from glm5.eval.suite import find_suite, suite_names
@@ -117,6 +118,21 @@ def test_lm_eval_and_wrong_records(tmp_path: Path) -> None:
     text = CliRunner().invoke(app, ["table", "11", str(file)]).output
     assert "| own |" in text and cells(text, "GSM8K")[0] == "50.0 (40.1 to 59.9), 101"
     assert cells(text, "MMLU")[0] == "25.0" and table_names() == ["7", "8", "11", "general"]
+    gsm8k = {"exact_match,flexible-extract": 0.7, "exact_match,strict-match": 1, "exact_match_stderr,strict-match": 0}
+    assert scores_of({"alias": "x", "acc,none": 0.5, "flag": True, **gsm8k}) == {"acc": 0.5, **gsm8k}
+    for results, said in (
+        ({"gsm8k": gsm8k}, "100.0, 101"), ({"gsm8k": {"exact_match,mine": 0.7}}, "70.0, 101"),
+        ({"gsm8k": {"exact_match,none": 0.6, "exact_match,mine": 0.7}}, "60.0, 101"),
+        ({"gsm8k": {"exact_match,a": 0.6, "exact_match,b": 0.7}}, "several filters .a, b."),
+        ({"gsm8k": {"acc,none": 0.6}}, "no score of the row's metric"),
+    ):  # fmt: skip
+        file.write_text(json.dumps(LM_EVAL | {"results": results}))
+        if said[0].isdigit():
+            assert cells(table("11", [str(file)]), "GSM8K")[0] == said
+            continue
+        with pytest.raises(ConfigError, match=said):
+            table("11", [str(file)])
+    file.write_text(json.dumps(LM_EVAL))
     folder = record(tmp_path / "ruler", "ruler", {"name": "m"})
     again = record(tmp_path / "again", "aime", {"name": "m"})
     (tmp_path / "empty").mkdir()

@@ -5,18 +5,20 @@ from __future__ import annotations
 import base64
 import json
 import pickle
+import time
 import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from glm5.errors import ConfigError, DataError
+from glm5.errors import ConfigError, DataError, GradingError
 from glm5.records import Message, Outcome
-from glm5.sandbox.sandbox import sandbox_available
+from glm5.sandbox.sandbox import Limits, Sandbox, sandbox_available
 from glm5.tasks import make_family
 from glm5.tasks.coding.benchmark import program_of
 from glm5.tasks.coding.execute import FAILED, outputs, same_text, same_value
+from glm5.tasks.coding.mbpp import is_right
 
 pytestmark = pytest.mark.skipif(sandbox_available() is None, reason="no sandbox on this machine")
 HEAD = 'def spread(xs):\n    """The least and the greatest of xs, as a tuple; None for none."""\n'
@@ -78,7 +80,7 @@ def test_values_keep_their_types_and_floats_have_a_tolerance(tmp_path: Path) -> 
         and not same_value({"tuple": [1]}, [1])
         and same_value({"tuple": [1]}, [1], 0, True)
     )
-    assert outputs("def f(x): return x * 10**6", [["ab"], ["a"]], "call", "f", stop=False) == [
+    assert outputs("def f(x): return x * 10**6", [["ab"], ["a"]], "call", "f", trusted=True) == [
         FAILED,
         FAILED,
     ]  # too long
@@ -127,6 +129,91 @@ def test_inputs_on_which_the_rows_own_solution_fails_do_not_count(tmp_path: Path
             make_family("evalplus", file=write(tmp_path / "c.jsonl", row)).problem("heldout", 0)
     with pytest.raises(ConfigError):
         make_family("evalplus")
+
+
+def test_imports_from_the_future_come_before_the_prompt(tmp_path: Path) -> None:
+    problem = make_family("evalplus", file=write(tmp_path / "a.jsonl", EVALPLUS)).problem("heldout", 0)
+    body = "def spread(xs: No):\n    return (min(xs), max(xs)) if xs else None"
+    for first in ("from __future__ import annotations", "import math\nfrom __future__ import (\n    annotations,\n)"):
+        assert outcome(problem, f"```python\n{first}\n{body}\n```") is Outcome.SOLVED
+
+
+def test_inputs_that_do_not_count_are_named_and_never_for_want_of_time(tmp_path: Path) -> None:
+    problem = make_family("evalplus", file=write(tmp_path / "a.jsonl", EVALPLUS)).problem("heldout", 0)
+    assert problem.env().step(Message("assistant", "    return 1")).detail == {"inputs_left_out": 1}  # spread(3)
+    slow = "import time\ndef f(x):\n    time.sleep(x)\n    return x"
+    with pytest.raises(GradingError, match="1 of 2 inputs were not run"):
+        outputs(slow, [[0], [1.8]], "call", "f", trusted=True, wall_s=1.2)
+    with pytest.raises(GradingError, match="input 2 of 3 took too long"):
+        outputs("def f(x):\n    while x: pass", [[0], [1], [0]], "call", "f", trusted=True)
+
+
+def test_each_input_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are; a program that is right on all may need as long for each as it may for one."""
+    seen: list[Limits] = []
+
+    class Spy(Sandbox):
+        def __init__(self, limits: Limits) -> None:
+            seen.append(limits)
+            super().__init__(limits)
+
+    monkeypatch.setattr("glm5.tasks.coding.execute.Sandbox", Spy)
+    assert outputs("print(input())", ["1", "2", "3"], "stdin") == ["1\n", "2\n", "3\n"]
+    assert outputs("1 / 0", ["x"] * 100, "stdin") == [FAILED] * 100
+    assert seen[1].wall_s - seen[0].wall_s >= 97 * 2 and seen[1].cpu_s > seen[0].cpu_s
+
+
+@pytest.mark.slow
+def test_a_program_that_hides_and_ignores_its_alarm_is_ended() -> None:
+    hidden = "import os, signal, time\nsignal.signal(signal.SIGALRM, signal.SIG_IGN)\n{}\ntime.sleep(99)"
+    started = time.monotonic()
+    for way in ("os.closerange(1, 30)", "os.fork()"):
+        assert outputs(hidden.format(way), ["", ""], "stdin") == [FAILED, FAILED]
+    assert time.monotonic() - started < 30
+
+
+def test_integers_beyond_all_floats_are_compared() -> None:
+    for got, want, right in ((10**400, 10**400, True), (10**400, 10**400 + 1, False), (10**400, 1.5, False)):
+        assert same_value([got, 0.5], [want, 0.5 + 1e-9], 1e-6) == right
+
+
+MBPP: dict[str, tuple[str, list[Any], str, str]] = {
+    "Mbpp/106": ("def f(xs, t):\n    return t + tuple(xs)", [[5], [9, 10]], "return t + (*xs,)", "return [*t, *xs]"),
+    "Mbpp/115": ("def f(xs):\n    return [type(x).__name__ for x in xs]", [[[1], []]], "return ['set', 'dict']", ""),
+    "Mbpp/252": ("def f(z):\n    return z.imag", ["(1+2j)"], "return 2.0", "return 3.0"),
+    "Mbpp/722": ("def f(d, n):\n    return d['a']", [{"a": [1]}, 2], "return (1,)", "return [1]"),
+    "Mbpp/791": ("def f(t):\n    return t", [[1, [2, [3]]]], "return (1, (2, (3,)))", "return [1, [2, [3]]]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("task", MBPP)
+def test_inputs_of_mbpp_have_the_types_that_its_file_lost(task: str, tmp_path: Path) -> None:
+    solution, case, right, wrong = MBPP[task]
+    row = EVALPLUS | {"task_id": task, "prompt": "'p'\n", "entry_point": "f", "canonical_solution": solution,
+                      "base_input": [case], "plus_input": []}  # fmt: skip
+    problem = make_family("evalplus", file=write(tmp_path / "m.jsonl", row)).problem("heldout", 0)
+    head = solution.partition("\n")[0]
+    assert outcome(problem, f"{head}\n    {right}") is Outcome.SOLVED
+    assert outcome(problem, f"{head}\n    {wrong}") is Outcome.FAILED
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "got", "want", "right"),
+    [
+        ("similar_elements", [], {"tuple": [4, 3]}, {"set": [3, 4]}, True), ("Diff", [], [1, 1], [1], True),
+        ("Diff", [], [1, 2], [1], False), ("Diff", [], [[1]], [1], False), ("Diff", [], 5, [1], False),
+        ("check_str", [], True, {"other": "<re.Match>"}, True), ("check_str", [], False, {"other": "x"}, False),
+        ("check_str", [], "yes", {"other": "x"}, True), ("check_str", [], "yes", None, False),
+        ("are_equivalent", [36, 57], True, False, True), ("sum_div", [1], 0, 1, True), ("sum_div", [1], 2, 1, False),
+        ("surface_Area", [3, 4], 35, 33, True), ("surface_Area", [3, 4], 34, 33, False),
+        ("surface_Area", [3, 10**400], 1, 33, False), ("digit_distance_nums", [1, 23], 4, 5, True),
+        ("digit_distance_nums", [1, -23], 4, 5, False), ("other", [], [1], [1, 1], False),
+    ],
+)  # fmt: skip
+def test_functions_of_mbpp_with_more_than_one_right_answer(
+    name: str, arguments: list[Any], got: Any, want: Any, right: bool
+) -> None:
+    assert is_right(name, arguments, got, want, 0.0) == right
 
 
 def packed(tests: list[dict[str, str]]) -> str:
@@ -198,8 +285,21 @@ def test_hidden_tests_are_read_without_running_a_pickle(tmp_path: Path) -> None:
 
 def test_texts_and_blocks() -> None:
     assert same_text("1 2\n3\n", "1  2 \n3.0") and not same_text("1 2 3", "1 2\n3") and not same_text("a", "b")
-    assert program_of("a\n```py\nx\n```\n```\ny\n```") == "y\n" and program_of("x = 1") == "x = 1"
-    assert program_of("```python\nx") == "x"
+    assert program_of("x = 1") == "x = 1"
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "```python3\nx\n```\nDone.", "```python\nx\n", "Input:\n```text\n1 2\n```\nSo:\n```python\nx\n```\nThat is it.",
+        "```bash\npip install y\n```\nthen\n```py\nx\n```",
+        "```py\ny\n```\nBut:\n```Python\nx\n```\nIt prints:\n```\n3\n```",
+        "Use ```x``` so:\n  ```\nx\n  ```\nand\n```json\n{}\n```", "````python title=a\r\nx\n````\n```c\ny\n```",
+        "```rust\nx\n```",
+    ],
+)  # fmt: skip
+def test_the_program_is_the_last_python_block(reply: str) -> None:
+    assert program_of(reply).strip() == "x"
 
 
 def test_plain_prompts_end_where_the_program_begins(tmp_path: Path) -> None:

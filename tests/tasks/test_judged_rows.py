@@ -57,6 +57,26 @@ def test_calls_are_checked_one_thing_after_the_other(calls: list[ToolCall], brok
     assert broken_check(Message("assistant", tool_calls=tuple(calls)), TOOLS, CALLS) == broken
 
 
+def test_each_call_is_matched_with_a_right_one_of_its_own() -> None:
+    either, oslo = {"city": {"any": ["Oslo", "Rome"]}}, {"city": "Oslo"}
+    rome = ToolCall("weather", {"city": "Rome"})
+    for wanted in ([either, oslo], [oslo, either]):
+        for calls in ((ToolCall("weather", oslo), rome), (rome, ToolCall("weather", oslo))):
+            right = [{"name": "weather", "arguments": one} for one in wanted]
+            assert broken_check(Message("assistant", tool_calls=calls), TOOLS, right) is None
+            assert broken_check(Message("assistant", tool_calls=(rome, rome)), TOOLS, right) == "values"
+
+
+def test_true_is_not_one_at_any_depth() -> None:
+    tools = [{"function": {"name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "any"}}}}}]
+    for given, right in (([1], None), ([True], "values"), ([1.0], None), ({"a": [1]}, "values")):
+        call = ToolCall("f", {"x": given})
+        assert (
+            broken_check(Message("assistant", tool_calls=(call,)), tools, [{"name": "f", "arguments": {"x": [1]}}])
+            == right
+        )
+
+
 def test_schemas() -> None:
     assert (
         fits(1, {"type": "number"}) and not fits(True, {"type": "integer"}) and fits(None, {"type": ["null", "string"]})
@@ -65,6 +85,12 @@ def test_schemas() -> None:
         ["a"], {"items": {"type": "integer"}}
     )
     assert not fits("x", {"type": "unheard-of"}) and fits("x", {})
+    assert fits(5.0, {"type": "integer"}) and not fits(5.5, {"type": "integer"}) and fits(5.5, {"type": "float"})
+    assert fits({"a": 1}, {"type": "dict"}) and not fits([], {"type": "dict"}) and fits(None, {"type": "any"})
+    more = {"type": "object", "properties": {"a": {"type": "string"}}}
+    assert not fits({"b": 1}, more) and fits({"b": 1}, more | {"additionalProperties": True})
+    numbers = more | {"additionalProperties": {"type": "integer"}}
+    assert fits({"a": "x", "b": 1}, numbers) and not fits({"b": "x"}, numbers)
 
 
 def test_rows_of_tool_calls(tmp_path: Path) -> None:
@@ -93,8 +119,48 @@ def test_rows_of_tool_calls(tmp_path: Path) -> None:
     ):
         with pytest.raises(DataError, match="line 1"):
             make_family("toolcall_rows", file=write(tmp_path / "w.jsonl", wrong)).problem("heldout", 0)
+    for wrong, message in (
+        (row | {"calls": [{"name": "clock", "arguments": [1]}]}, "no object with a name and arguments"),
+        (row | {"calls": [{"name": "clock", "arguments": "{"}]}, "line 1"),
+        (row | {"calls": [{"name": "clock", "arguments": {"x": {"any": 5}}}]}, '"any" is no list'),
+        (row | {"messages": [{"role": "user", "content": None}]}, 'no text "content"'),
+        *(
+            (row | {"tools": [{"function": {"name": "weather", "parameters": schema}}, *TOOLS[1:]]}, message)
+            for schema, message in (
+                ({"type": 5}, '"type" of a tool'), ({"required": 5}, '"required" of a tool'), ("x", "no object"),
+                ({"properties": {"a": {"type": "strin"}}}, 'did you mean "string"'), ({"enum": 5}, "no list"),
+            )
+        ),
+    ):  # fmt: skip
+        with pytest.raises(DataError, match=message):
+            make_family("toolcall_rows", file=write(tmp_path / "w.jsonl", wrong)).problem("heldout", 0)
+    for call in (
+        {"name": "weather", "arguments": '{"city": "oslo", "days": 2}'},
+        {"type": "function", "function": {"name": "weather", "arguments": '{"city": "oslo", "days": 2}'}},
+    ):
+        file = write(tmp_path / "s.jsonl", row | {"calls": [call]})
+        env = make_family("toolcall_rows", file=file).problem("heldout", 0).env()
+        env.start()
+        assert env.step(Message("assistant", tool_calls=(OSLO,))).outcome is Outcome.SOLVED
     with pytest.raises(ConfigError):
         make_family("toolcall_rows")
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("livecodebench", {}), ("judged", {"prompt": "{a}"}), ("evalplus", {}), ("questions", {"grader": "exact"})],
+)
+def test_a_row_that_is_no_object_is_named(family: str, options: dict[str, Any], tmp_path: Path) -> None:
+    for row in ([1], 5, None):
+        with pytest.raises(DataError, match="line 2: no JSON object"):
+            make_family(family, file=write(tmp_path / "r.jsonl", {}, row), **options)
+
+
+def test_null_is_never_a_text_for_a_judge(tmp_path: Path) -> None:
+    talk = [{"role": "user", "content": None}]
+    for row, prompt, message in (({"a": None}, "Say {a}.", '"a" is null'), ({"a": talk}, "a", 'no text "content"')):
+        with pytest.raises(DataError, match=message):
+            make_family("judged", file=write(tmp_path / "r.jsonl", row), prompt=prompt).problem("heldout", 0)
 
 
 def test_rows_for_a_judge(tmp_path: Path) -> None:

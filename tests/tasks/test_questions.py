@@ -123,7 +123,7 @@ def test_fields_templates_and_contexts(file: Write) -> None:
     "row, options, said",
     [
         ('{"question": ', {}, "line 1: not JSON"),
-        ("[1, 2]", {}, 'line 1: there is no field "question"'),
+        ("[1, 2]", {}, "line 1: no JSON object"),
         ({"question": "Q"}, {}, 'no field "answer"'),
         ({"question": 3, "answer": "x"}, {}, 'the field "question" is no text'),
         ({"question": "Q", "answer": None}, {}, "neither a text nor a number"),

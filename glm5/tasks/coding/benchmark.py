@@ -1,7 +1,7 @@
 """Published coding benchmarks from files: EvalPlus (HumanEval+, MBPP+) and LiveCodeBench, run in the sandbox (§6.3).
 
 Rows are as they were published. A reply is solved if its program is right on all inputs. For EvalPlus, what is right is
-what the row's own solution gives; inputs on which that fails do not count.
+what the row's own solution gives (and what mbpp.py adds); inputs on which that fails do not count.
 """
 
 from __future__ import annotations
@@ -15,17 +15,20 @@ import re
 import zlib
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from glm5.errors import ConfigError, DataError, GradingError
-from glm5.records import Env, Message
+from glm5.records import Env, Message, StepResult
 from glm5.tasks.coding.execute import FAILED, outputs, same_text, same_value, untupled
+from glm5.tasks.coding.mbpp import NOT_NONE, is_right, typed
 from glm5.tasks.contract import Family, SingleTurnEnv, ToolSpec
 from glm5.tasks.questions import table_rows
 
-FENCE = re.compile(r"```[ \t]*(?:python|py)?[ \t]*\r?\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+FENCE = re.compile(r"^[^\n`]*(`{3,})([^\n`]*)\n(.*?)(?:(?<!`)\1`*[ \t\r]*$|\Z)", re.DOTALL | re.MULTILINE)
+"""A block of code: its fence, what it is said to be, and the code up to the next such fence that ends a line."""
+FUTURE = re.compile(r"^from[ \t]+__future__[ \t]+import[ \t]*(?:\([^)]*\)|[^\n]*)", re.MULTILINE)
 COMPLETE = """Complete this Python function. Answer with the whole function, with what it imports, in one code block.
 
 ```python
@@ -46,9 +49,18 @@ MOST_TESTS = 256 << 20
 
 
 def program_of(reply: str) -> str:
-    """The last block of code in a reply, or all of it."""
-    blocks = FENCE.findall(reply)
-    return str(blocks[-1]) if blocks else reply
+    """The last block of code in a reply that is said to be Python; without one, the last of no language, the last of
+    all, or the reply itself."""
+    blocks = [((tag.split() or [""])[0].lower(), code) for _, tag, code in FENCE.findall(reply)]
+    for tags in (("python", "python3", "py", "py3"), ("",), {tag for tag, _ in blocks}):
+        if chosen := [code for tag, code in blocks if tag in tags]:
+            return str(chosen[-1])
+    return reply
+
+
+def joined(start: str, code: str) -> str:
+    """A program of two parts, of which the second's imports from `__future__` come first."""
+    return "\n".join([*FUTURE.findall(code), start, FUTURE.sub("", code)])
 
 
 @dataclass(frozen=True)
@@ -66,19 +78,32 @@ class CodeProblem:
     def right(self, reply: str) -> bool:
         """Whether the reply's program passes. Raises GradingError if the sandbox fails."""
 
+    def left_out(self) -> int:
+        """How many inputs do not count."""
+        return 0
+
     def env(self) -> Env:
-        return SingleTurnEnv(self, lambda message: float(self.right(message.content)))
+        return CodeEnv(self, lambda message: float(self.right(message.content)))
 
     def demonstration(self, rng_seed: int) -> list[Message]:
         """Raises DataError: these rows are not trained on."""
         raise DataError(f"{self.id} is for evaluation and has no demonstration.")
 
 
+class CodeEnv(SingleTurnEnv):
+    """Asks once; `inputs_left_out` of the detail counts the inputs on which the row's own solution fails, if any."""
+
+    def step(self, message: Message | None) -> StepResult:
+        result = super().step(message)
+        left_out = 0 if message is None or not isinstance(self._source, CodeProblem) else self._source.left_out()
+        return replace(result, detail={**result.detail, "inputs_left_out": left_out}) if left_out else result
+
+
 @functools.lru_cache(maxsize=256)
-def _expected(solution: str, name: str, cases: str) -> list[tuple[Any, Any]]:
+def _expected(solution: str, name: str, cases: str, task: str) -> list[tuple[Any, Any]]:
     """(arguments, tagged value) of the cases on which a solution does not fail."""
-    rows = json.loads(cases)
-    found = zip(rows, outputs(solution, rows, "call", name, stop=False), strict=True)
+    rows = typed(task, json.loads(cases))
+    found = zip(rows, outputs(solution, rows, "call", name, trusted=True), strict=True)
     return [(row, value) for row, value in found if value is not FAILED]
 
 
@@ -91,26 +116,35 @@ class EvalPlusProblem(CodeProblem):
     solution: str = ""
     cases: str = "[]"
     tolerance: float = 0.0
+    task: str = ""
+
+    def _known(self) -> list[tuple[Any, Any]]:
+        return _expected(self.start + self.solution, self.name, self.cases, self.task)
+
+    def left_out(self) -> int:
+        return len(json.loads(self.cases)) - len(self._known())
 
     def right(self, reply: str) -> bool:
-        known = _expected(self.start + self.solution, self.name, self.cases)
+        known = self._known()
         if not known:
             raise GradingError(f"{self.id}: its own solution fails on every input.")
         code, start = program_of(reply), self.start.rstrip()
         if start.endswith(":") and re.search(rf"^def {self.name}\b", code, re.MULTILINE):
             start += "\n    pass"  # the prompt has no docstring, and the reply is the whole function
-        program = f"{start}\n{code}"
-        found = outputs(program, [arguments for arguments, _ in known], "call", self.name)
-        try:
-            return all(self._is(got, *case) for got, case in zip(found, known, strict=True))
-        except OverflowError:  # a number beyond all floats
-            return False
+        found = outputs(joined(start, code), [arguments for arguments, _ in known], "call", self.name)
+        return all(self._is(got, *case) for got, case in zip(found, known, strict=True))
 
     def _is(self, got: Any, arguments: Any, want: Any) -> bool:
-        if self.name == "find_zero" and isinstance(got, float) and arguments and isinstance(arguments[0], list):
-            # Any root of the polynomial is right.
-            return abs(sum(c * got**i for i, c in enumerate(arguments[0]))) <= (self.tolerance or 1e-4)
         if got is FAILED:
+            return False
+        if self.name == "find_zero" and isinstance(got, float) and arguments and isinstance(arguments[0], list):
+            try:  # any root of the polynomial is right
+                return abs(sum(c * got**i for i, c in enumerate(arguments[0]))) <= (self.tolerance or 1e-4)
+            except OverflowError:
+                return False
+        if self.task.startswith("Mbpp/") and is_right(self.name, arguments, got, want, self.tolerance):
+            return True
+        if self.name in NOT_NONE:
             return False
         members = untupled(want) if isinstance(want, list | dict) else [want]
         floats = isinstance(members, list) and all(isinstance(one, float) for one in members)
@@ -134,7 +168,7 @@ class LiveCodeProblem(CodeProblem):
                 got is not FAILED and same_text(got, want) for got, (_, want) in zip(found, self.tests, strict=True)
             )
         cases = [[json.loads(line) for line in given.splitlines() if line.strip()] for given, _ in self.tests]
-        found = outputs(f"{COMMON}\n{program}", cases, "call", self.name)
+        found = outputs(joined(COMMON, program), cases, "call", self.name)
         wanted = [json.loads(want) for _, want in self.tests]
         return all(
             got is not FAILED and same_value(got, _plain(want), sequences=True)
@@ -214,10 +248,12 @@ class EvalPlusFamily(_FileFamily):
         cases = [*row["base_input"], *(row["plus_input"] if self._plus else ())]
         if not cases or not all(isinstance(case, list) for case in cases) or not name.isidentifier():
             raise ValueError("its inputs are no lists of arguments, or entry_point is no name")
+        task = str(row["task_id"])
+        typed(task, cases)
         prompt = start if self._form == "plain" else COMPLETE.format(prompt=start.strip())
         return EvalPlusProblem(
-            f"evalplus/{row['task_id']}", self._key(prompt), prompt, self._thinking, start=start, name=name,
-            solution=solution, cases=json.dumps(cases), tolerance=float(row.get("atol") or 0.0),
+            f"evalplus/{task}", self._key(prompt), prompt, self._thinking, start=start, name=name,
+            solution=solution, cases=json.dumps(cases), tolerance=float(row.get("atol") or 0.0), task=task,
         )  # fmt: skip
 
 

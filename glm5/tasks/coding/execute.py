@@ -6,7 +6,6 @@ what is expected. Values that JSON has not, such as tuples and sets, keep their 
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
@@ -18,13 +17,15 @@ from glm5.sandbox.sandbox import NO_FILES, Limits, Sandbox
 Mode = Literal["call", "stdin"]
 CASE_S = 6
 """Seconds of one input."""
+MOST_S = 1800.0
+"""Seconds of all inputs together: enough for the processor time of 256."""
 MOST_SHOWN = 1 << 18
 """Bytes of one output."""
 FAILED: Any = object()
-"""What stands for the output of a program that failed."""
+"""What stands for the output of a program that failed, or took too long."""
 
 HARNESS = """\
-import json, os, resource, signal, sys, types
+import json, os, resource, select, signal, sys, time, types
 
 order = json.loads(sys.stdin.read())
 source, name, mode, seconds, most = order["program"], order["name"], order["mode"], order["seconds"], order["most"]
@@ -44,6 +45,16 @@ def tagged(value):
         return {"dict": sorted(([tagged(key), tagged(one)] for key, one in value.items()), key=repr)}
     return {"other": repr(value)[:1000]}
 
+def made(value):
+    if isinstance(value, list):
+        return [made(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    (kind, data), = value.items()
+    if kind == "dict":
+        return {made(key): made(one) for key, one in data}
+    return {"complex": complex, "tuple": tuple, "set": set}[kind](made(data))
+
 def play(case, out):
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     signal.alarm(2 * seconds)
@@ -61,7 +72,7 @@ def play(case, out):
         sys.stdout.flush()
         return
     found = space[name] if name in space else getattr(space["Solution"](), name)
-    data = json.dumps(tagged(found(*case))).encode()
+    data = json.dumps(tagged(found(*made(case)))).encode()
     while data:
         data = data[os.write(out, data):]
 
@@ -83,36 +94,54 @@ for case in order["cases"]:
         finally:
             os._exit(code)
     os.close(there)
-    data = b""
-    while len(data) <= most and (chunk := os.read(here, 65536)):
+    data, end = b"", time.monotonic() + 2 * seconds + 1  # also for a program that ignores its alarm
+    late = False
+    while len(data) <= most and not late:
+        late = not select.select([here], [], [], max(0, end - time.monotonic()))[0]
+        chunk = b"" if late else os.read(here, 65536)
+        if not chunk:
+            break
         data += chunk
     os.close(here)
-    if len(data) > most:
-        os.kill(child, 9)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    good = status == 0 and len(data) <= most
-    os.write(3, (json.dumps(data.decode("utf-8", "replace") if good else None) + "\\n").encode())
-    if order["stop"] and not good:
+    ended = 0
+    while not ended:
+        late = late or time.monotonic() > end
+        if late or len(data) > most:
+            os.kill(child, 9)
+        ended, status = os.waitpid(child, 0 if late or len(data) > most else os.WNOHANG)
+        if not ended:
+            time.sleep(0.001)
+    status = os.waitstatus_to_exitcode(status)
+    late = late or status in (-signal.SIGXCPU, -signal.SIGALRM)
+    good = status == 0 and not late and len(data) <= most
+    os.write(3, (json.dumps(data.decode("utf-8", "replace") if good else False if late else None) + "\\n").encode())
+    if late or not (good or order["trusted"]):
         break
 """
 
 
-@functools.cache
-def _sandbox(wall_s: float) -> Sandbox:
-    """Raises GradingError on a machine that cannot isolate code."""
-    return Sandbox(Limits(cpu_s=60, wall_s=wall_s, memory_mb=1024, processes=4, file_mb=16, output_kb=1 << 15))
-
-
 def outputs(
-    program: str, cases: Sequence[Any], mode: Mode, name: str = "", *, stop: bool = True, wall_s: float = 120.0
+    program: str,
+    cases: Sequence[Any],
+    mode: Mode,
+    name: str = "",
+    *,
+    trusted: bool = False,
+    wall_s: float | None = None,
 ) -> list[Any]:
     """What a program gives for each case: with "call" the tagged value of its function `name` for a list of arguments,
-    with "stdin" what it prints for a text. FAILED for a failure, and with `stop` for what comes after it. Raises
-    GradingError if the sandbox fails."""
-    order = {"program": program, "name": name, "mode": mode, "seconds": CASE_S, "most": MOST_SHOWN, "cases": cases}
-    order["stop"] = stop
+    with "stdin" what it prints for a text. FAILED for a failure and for what comes after it.
+
+    A `trusted` program goes on after a failure; if it takes too long or a case is not run, that is a GradingError, as
+    it is if the sandbox fails. `wall_s` is for all cases, by default what each may take alone, at most MOST_S.
+    """
+    wall_s = wall_s or min(30.0 + len(cases) * (2 * CASE_S + 2), MOST_S)
+    limits = Limits(cpu_s=60 + len(cases), wall_s=wall_s, memory_mb=1024, processes=4, file_mb=16, output_kb=1 << 15)
+    sent = [_tagged(case) for case in cases] if mode == "call" else list(cases)
+    order = {"program": program, "name": name, "mode": mode, "seconds": CASE_S, "most": MOST_SHOWN, "cases": sent}
+    order["trusted"] = trusted
     source = "import os\nos.dup2(1, 3)\nos.set_inheritable(3, False)\n" + HARNESS
-    done = _sandbox(wall_s).run_python(source, NO_FILES, json.dumps(order))
+    done = Sandbox(limits).run_python(source, NO_FILES, json.dumps(order))
     if not done.stdout and done.exit_code not in (0, None) and done.killed_reason is None:
         raise GradingError(f"the harness did not start in the sandbox: {done.stderr.strip()[-200:]}")
     lines = done.stdout.split("\n")[:-1][: len(cases)]
@@ -120,10 +149,29 @@ def outputs(
     for line in lines:
         try:
             said = json.loads(line)
-            found.append(FAILED if said is None else said if mode == "stdin" else json.loads(said))
+            if trusted and said is False:
+                raise GradingError(
+                    f"input {len(found) + 1} of {len(cases)} took too long: the machine may be too busy."
+                )
+            found.append(FAILED if said is None or said is False else said if mode == "stdin" else json.loads(said))
         except (ValueError, RecursionError):
             found.append(FAILED)
-    return found + [FAILED] * (len(cases) - len(found))  # the run was stopped
+    missing = len(cases) - len(found)
+    if missing and trusted:
+        reason = f"{done.killed_reason} limit" if done.killed_reason else "the harness ended"
+        raise GradingError(f"{missing} of {len(cases)} inputs were not run ({reason}): the machine may be too busy.")
+    return found + [FAILED] * missing
+
+
+def _tagged(value: Any) -> Any:
+    """A value as the harness reads it."""
+    if isinstance(value, dict):
+        return {"dict": [[_tagged(key), _tagged(one)] for key, one in value.items()]}
+    if isinstance(value, tuple | set):
+        return {type(value).__name__: [_tagged(one) for one in value]}
+    if isinstance(value, complex):
+        return {"complex": str(value)}
+    return [_tagged(one) for one in value] if isinstance(value, list) else value
 
 
 def same_value(got: Any, want: Any, tolerance: float = 0.0, sequences: bool = False) -> bool:
@@ -131,8 +179,12 @@ def same_value(got: Any, want: Any, tolerance: float = 0.0, sequences: bool = Fa
     if sequences:
         got, want = untupled(got), untupled(want)
     if isinstance(got, int | float) and isinstance(want, int | float):
-        close = tolerance > 0 and abs(got - want) <= tolerance + 1e-7 * abs(want)
-        return bool(got == want or close)
+        if got == want or tolerance <= 0:
+            return bool(got == want)
+        try:
+            return abs(got - want) <= tolerance + 1e-7 * abs(want)
+        except OverflowError:  # an integer beyond all floats
+            return False
     if isinstance(got, list) and isinstance(want, list):
         return len(got) == len(want) and all(
             same_value(a, b, tolerance, sequences) for a, b in zip(got, want, strict=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,6 +23,7 @@ from glm5.tasks.tools.python_tool import Programs
 
 MOST_BYTES = 8 << 20
 SECONDS = 60.0
+"""For an answer as a whole."""
 
 
 class Service:
@@ -44,8 +46,8 @@ class Service:
         self.url = url.rstrip("/")
         local = parts.hostname in ("127.0.0.1", "localhost", "::1")
         key = os.environ.get("GLM5_SEARCH_KEY", "")
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._failures = (httpx.TransportError, httpx.StreamError)
+        headers = {"accept-encoding": "identity"} | ({"authorization": f"Bearer {key}"} if key else {})
+        self._failures = (httpx.RequestError, httpx.StreamError)
         self._client = httpx.Client(timeout=httpx.Timeout(SECONDS, connect=10.0), trust_env=not local, headers=headers)
 
     def search(self, query: str, num: int) -> list[Page]:
@@ -69,15 +71,20 @@ class Service:
         return Page(" ".join(url.split()), " ".join(title.split()), text, "", ())
 
     def _asked(self, path: str, body: dict[str, Any]) -> Any:
+        end = time.monotonic() + SECONDS
         try:
             with self._client.stream("POST", self.url + path, json=body) as answer:
                 if answer.status_code == 404 and path == "/open":
                     return None
+                if answer.headers.get("content-encoding", "identity").lower() != "identity":
+                    raise GradingError(f"{self.url}{path} answered in a compressed form, which was not asked for.")
                 data = b""
-                for chunk in answer.iter_bytes():
+                for chunk in answer.iter_raw():
                     data += chunk
                     if len(data) > MOST_BYTES:
                         raise GradingError(f"{self.url}{path} answered with more than {MOST_BYTES >> 20} MiB.")
+                    if time.monotonic() > end:
+                        raise GradingError(f"{self.url}{path} did not finish its answer in {SECONDS:.0f} seconds.")
             if answer.status_code != 200:
                 raise GradingError(f"{self.url}{path} answered with status {answer.status_code}.")
             return json.loads(data)

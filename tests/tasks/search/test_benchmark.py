@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import csv
 import hashlib
 import json
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -138,6 +140,39 @@ def test_tools_over_a_service(table: str, service: str) -> None:
             make_family("browsecomp", file=table, search=service).problem("heldout", 0).env().step(
                 call("search", query="x")
             )
+
+
+@pytest.mark.parametrize(
+    ("head", "pieces", "said"),
+    [
+        ([], 40, "did not finish its answer in 0 seconds"),
+        ([("content-encoding", "gzip")], 1, "a compressed form"),
+        ([("location", "http://[")], 1, "status 302|does not answer"),
+    ],
+)
+def test_answers_of_a_hostile_service(
+    head: list[tuple[str, str]], pieces: int, said: str, table: str, service: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def post(self: Pages) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        seen.append(self.headers["accept-encoding"])
+        self.send_response(302 if ("location", "http://[") in head else 200)
+        for pair in head:
+            self.send_header(*pair)
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            for _ in range(pieces):
+                self.wfile.write(b" ")
+                time.sleep(0.02)
+
+    seen: list[str] = []
+    monkeypatch.setattr(Pages, "do_POST", post)
+    problem = make_family("browsecomp", file=table, search=service).problem("heldout", 0)
+    monkeypatch.setattr("glm5.tasks.search.service.SECONDS", 0.2)
+    started = time.monotonic()
+    with pytest.raises(GradingError, match=said):
+        problem.env().step(call("search", query="x"))
+    assert seen == ["identity"] and time.monotonic() - started < 0.7
 
 
 def test_options_and_rows_that_do_not_fit(table: str, service: str, tmp_path: Path, built: Path) -> None:
