@@ -15,11 +15,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from glm5 import __version__
+from glm5.agents.endpoint import EndpointError
 from glm5.config.load import load_recipe
 from glm5.config.suite import Suite, SuitePart
 from glm5.errors import ConfigError, DataError, nearest
 from glm5.eval.players import Judge, Played, Player, Spot
-from glm5.eval.record import RESULT, SETTINGS, Record, latest, read_answers
+from glm5.eval.record import NO_VERDICT, RESULT, SETTINGS, Record, judged_before, latest, read_answers
 from glm5.eval.summary import Cell, Chosen, cells_of, contamination, difference, summary
 from glm5.files import atomic_write, exclusive
 from glm5.obs.logs import get_logger
@@ -211,17 +212,22 @@ def _judge(
     record: Record,
     advance: Advance,
 ) -> None:
-    """Add verdicts to the answers that have none yet, as further lines of the record."""
+    """Add verdicts to the answers that have none yet, as further lines of the record. Raises EndpointError for a judge
+    that has given none on several."""
     left = [(spot, chosen[spot[0]][spot[1]], row) for spot, row in done.items() if row.get("cause") == UNJUDGED]
+    failed, found = 0, None
     for number, (spot, found) in enumerate(judge.judged(left), start=1):
         row = {key: value for key, value in done[spot].items() if key not in ("cause", "error")}
         if isinstance(found, str):
-            row |= {"cause": UNJUDGED, "error": f"the judge gave no verdict: {found}"}
+            failed += 1
+            row |= {"cause": UNJUDGED, "error": f"{NO_VERDICT}{found}"}
         else:
             row |= found
         record.add(row)
         done[spot] = row
         advance("judge", number, len(left))
+    if len(left) > 1 and failed == len(left) and not judged_before(record.rows):
+        raise EndpointError(f"The judge gave no verdict on any of {failed} answers; the last: {found}")
 
 
 def _problems(suite: Suite, cell: Cell, user: UserModel | None) -> list[Problem]:
