@@ -29,7 +29,7 @@ from glm5.tasks import make_family
 from glm5.tasks.contract import Problem, held_out_problems
 from glm5.tasks.dialogue.user import UserModel, UserProblem
 from glm5.tasks.families import FAMILIES
-from glm5.tasks.judged import UNJUDGED, is_judged
+from glm5.tasks.judged import UNJUDGED, graded_by, is_judged
 
 SUITES = Path(__file__).with_name("suites")
 SHOWN = 50_000
@@ -187,6 +187,11 @@ def _play(
         if spot in wanted and 0 <= row["repeat"] < suite.repeats:
             if row["key"] != wanted[spot]:
                 raise DataError(f"{record.folder}: {row['problem']} is another problem now; choose another folder.")
+            if "graded_by" in row and row["graded_by"] != graded_by(chosen[spot[0]][spot[1]]):
+                raise DataError(
+                    f"{record.folder}: other answers or tests grade {row['problem']} now than when it was played; put "
+                    "the data back, or choose another folder."
+                )
             done[*spot, row["repeat"]] = row
     total = len(wanted) * suite.repeats
     for cell in cells:
@@ -249,6 +254,8 @@ def _problems(suite: Suite, cell: Cell, user: UserModel | None) -> list[Problem]
 def _row(cell: Cell, place: int, repeat: int, problem: Problem, played: Played) -> dict[str, Any]:
     row: dict[str, Any] = {"cell": cell.label, "place": place, "repeat": repeat, "problem": problem.id}
     row |= {"key": problem.key, "reward": played.reward, "outcome": played.outcome.value}
+    if graded := graded_by(problem):
+        row["graded_by"] = graded
     if checks := getattr(problem, "checks", ()):
         row["checks"] = dict.fromkeys(checks, "fail") | played.detail.get("checks", {})
         if is_judged(problem):  # a frontend, which an answer that was cut off does not build

@@ -54,6 +54,12 @@ class DialogueProblem:
     def prompt(self) -> str:
         return scenario_of(self.task.get("user_scenario") or {})
 
+    @property
+    def grading(self) -> Any:
+        """What grades the answers, beside the task: the database and the tools."""
+        files = (self.world.folder / name for name in ("tools.py", "user_tools.py"))
+        return self.world.database, [file.read_bytes() for file in files if file.is_file()]
+
     def with_user(self, user: UserModel) -> DialogueProblem:
         return replace(self, user=user)
 

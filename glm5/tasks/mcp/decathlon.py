@@ -49,6 +49,12 @@ class DecathlonProblem(McpProblem):
     python: str = ""
     library: str = ""
 
+    @property
+    def grading(self) -> Any:
+        """What grades the answers: the hidden files, as hashes."""
+        files = [(name, path, data) for name in HIDDEN for path, data in _files(self.folder / name).items()]
+        return sorted((name, path, hashlib.sha256(data).hexdigest()) for name, path, data in files)
+
     def env(self) -> Env:
         return DecathlonEnv(self)
 
