@@ -353,7 +353,7 @@ def test_a_year_that_ends_early_pays_nothing_for_stalling(how: str, tmp_path: Pa
     suite = find_suite("vending-bench-2", {"days": 20}, problems=1, max_turns=4)
     with ScriptedModel(lambda body, turn: Say("Hm.", finish="length" if how == "cut" else "stop")) as server:
         if how == "too long":
-            server.refuse = [(400, json.dumps({"error": {"code": "context_length_exceeded", "message": "the maximum context length is 10 tokens"}}))]
+            server.refuse = [(400, '{"error": {"message": "the maximum context length is 10 tokens"}}')]
         found = run_suite(suite, RemotePlayer(Endpoint(server.url, pauses=())), folder=tmp_path / "out")
     (row,) = [json.loads(line) for line in (tmp_path / "out" / "episodes.jsonl").read_text().splitlines()]
     assert found["score"] == row["reward"] == 500 - 20 * 2 and row["days"] == 0

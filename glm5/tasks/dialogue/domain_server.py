@@ -2,8 +2,8 @@
 
 Run as a program of its own, without glm5: the source of this file is what the room gets. `tools.py` and `user_tools.py`
 are the domain's. A function of them takes the database, a dict that it may change, then its arguments; with a docstring
-it is a tool, which "call" calls; without one only tasks can call it (set-ups and assertions), by "perform". An exception
-is the tool's answer.
+it is a tool, which "call" calls; without one only tasks can call it, by "perform" (set-ups and assertions). An
+exception is the tool's answer.
 """
 
 from __future__ import annotations

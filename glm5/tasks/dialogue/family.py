@@ -240,7 +240,7 @@ class DialogueFamily(Family):
             raise DataError(f"{name}: user_scenario is {scenario!r:.40}, not a table.")
         actions = criteria.get("actions") or []
         if not isinstance(actions, list) or not all(isinstance(one, dict) and _is_action(one) for one in actions):
-            raise DataError(f'{name}: actions is no list of tables with a name and the requestor "assistant" or "user".')
+            raise DataError(f"{name}: actions is no list of tables with a name and a requestor, assistant or user.")
         if unknown := sorted(set(map(str, criteria.get("reward_basis") or ())) - set(KNOWN)):
             raise DataError(f"{name}: the reward is based on {unknown[0]}; known are {', '.join(KNOWN)}.")
         if (task.get("initial_state") or {}).get("message_history"):

@@ -81,7 +81,8 @@ class McpEnv(ABC):
             if not source.offered or source.offered & {name, tool.name}
         ]
         if source.offered and not tools:
-            raise GradingError(f"{self.problem}: the servers have none of its tools, such as {min(source.offered):.80}.")
+            wanted = min(source.offered)
+            raise GradingError(f"{self.problem}: the servers have none of its tools, such as {wanted:.80}.")
         system = [Message("system", source.system)] if source.system else []
         return [*system, Message("user", source.prompt)], tools, source.thinking
 
