@@ -15,7 +15,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from glm5 import __version__
-from glm5.agents.endpoint import EndpointError
 from glm5.config.load import load_recipe
 from glm5.config.suite import Suite, SuitePart
 from glm5.errors import ConfigError, DataError, nearest
@@ -232,6 +231,8 @@ def _judge(
         done[spot] = row
         advance("judge", number, len(left))
     if len(left) > 1 and failed == len(left) and not judged_before(record.rows):
+        from glm5.agents.endpoint import EndpointError  # needs an extra
+
         raise EndpointError(f"The judge gave no verdict on any of {failed} answers; the last: {found}")
 
 
