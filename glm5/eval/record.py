@@ -16,6 +16,8 @@ from glm5.tasks.judged import UNJUDGED
 from glm5.tasks.trajectory_json import jsonable
 
 SETTINGS, EPISODES, RESULT = "settings.json", "episodes.jsonl", "result.json"
+NO_VERDICT = "the judge gave no verdict: "
+"""How the error of an answer begins that a judge could not grade."""
 MOST_TEXT = 1 << 20
 """Characters of a line."""
 
@@ -83,3 +85,15 @@ def latest(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if spot not in found or found[spot].get("cause") == UNJUDGED:
             found[spot] = row
     return list(found.values())
+
+
+def judged_before(rows: Sequence[dict[str, Any]]) -> bool:
+    """Whether a judge gave any verdict: a later line of an answer that had none."""
+    waiting = set[tuple[str, int, int]]()
+    for row in rows:
+        spot = row["cell"], row["place"], row["repeat"]
+        if spot in waiting and not str(row.get("error", "")).startswith(NO_VERDICT):
+            return True
+        if row.get("cause") == UNJUDGED:
+            waiting.add(spot)
+    return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
@@ -141,7 +141,7 @@ def _play(
             reply = model.complete(folded.messages if folded else history, tools if suite.render_tools else (), told)
         except EndpointError as error:
             if error.too_long:
-                return Played(abandoned(env), Outcome.TRUNCATED, {"cut": "context", "text": _text(history)})
+                return _played(StepResult(detail={"cut": "context"}), history, True, env)
             raise
         cut = reply.finish_reason == "length" and not suite.plain  # a base model need not come to an end
         history.append(reply.message)
@@ -161,14 +161,20 @@ def _play(
 def _played(result: StepResult, history: Sequence[Message], cut: bool, env: Env) -> Played:
     solved = result.done and result.outcome is Outcome.SOLVED
     outcome = Outcome.TRUNCATED if cut and not solved else result.outcome
-    reward = result.reward if result.done else abandoned(env)
-    return Played(reward, outcome, {**result.detail, "text": _text(history)})
+    reward, detail = result.reward, dict(result.detail)
+    if not result.done:
+        reward, more = abandoned(env)
+        detail |= more
+    return Played(reward, outcome, {**detail, "text": _text(history)})
 
 
-def abandoned(env: Env) -> float:
-    """The reward of an episode that cannot go on: 0, unless the environment has an attribute `reward_so_far`."""
-    found = getattr(env, "reward_so_far", 0.0)
-    return float(found) if isinstance(found, int | float) else 0.0
+def abandoned(env: Env) -> tuple[float, Mapping[str, Any]]:
+    """Reward and detail of an episode that cannot go on: 0 and none, unless the environment has a method `abandon`."""
+    abandon = getattr(env, "abandon", None)
+    if abandon is None:
+        return 0.0, {}
+    left = checked(abandon())
+    return left.reward, left.detail
 
 
 def _measure(tools: Sequence[ToolSpec], tokenizer: Tokenizer | None) -> Measure:

@@ -19,7 +19,7 @@ from glm5.config.load import load_recipe
 from glm5.config.suite import Suite, SuitePart
 from glm5.errors import ConfigError, DataError, nearest
 from glm5.eval.players import Judge, Played, Player, Spot
-from glm5.eval.record import RESULT, SETTINGS, Record, latest, read_answers
+from glm5.eval.record import NO_VERDICT, RESULT, SETTINGS, Record, judged_before, latest, read_answers
 from glm5.eval.summary import Cell, Chosen, cells_of, contamination, difference, summary
 from glm5.files import atomic_write, exclusive
 from glm5.obs.logs import get_logger
@@ -28,7 +28,7 @@ from glm5.tasks import make_family
 from glm5.tasks.contract import Problem, held_out_problems
 from glm5.tasks.dialogue.user import UserModel, UserProblem
 from glm5.tasks.families import FAMILIES
-from glm5.tasks.judged import UNJUDGED, is_judged
+from glm5.tasks.judged import UNJUDGED, graded_by, is_judged
 
 SUITES = Path(__file__).with_name("suites")
 SHOWN = 50_000
@@ -186,6 +186,11 @@ def _play(
         if spot in wanted and 0 <= row["repeat"] < suite.repeats:
             if row["key"] != wanted[spot]:
                 raise DataError(f"{record.folder}: {row['problem']} is another problem now; choose another folder.")
+            if "graded_by" in row and row["graded_by"] != graded_by(chosen[spot[0]][spot[1]]):
+                raise DataError(
+                    f"{record.folder}: other answers or tests grade {row['problem']} now than when it was played; put "
+                    "the data back, or choose another folder."
+                )
             done[*spot, row["repeat"]] = row
     total = len(wanted) * suite.repeats
     for cell in cells:
@@ -211,17 +216,24 @@ def _judge(
     record: Record,
     advance: Advance,
 ) -> None:
-    """Add verdicts to the answers that have none yet, as further lines of the record."""
+    """Add verdicts to the answers that have none yet, as further lines of the record. Raises EndpointError for a judge
+    that has given none on several."""
     left = [(spot, chosen[spot[0]][spot[1]], row) for spot, row in done.items() if row.get("cause") == UNJUDGED]
+    failed, found = 0, None
     for number, (spot, found) in enumerate(judge.judged(left), start=1):
         row = {key: value for key, value in done[spot].items() if key not in ("cause", "error")}
         if isinstance(found, str):
-            row |= {"cause": UNJUDGED, "error": f"the judge gave no verdict: {found}"}
+            failed += 1
+            row |= {"cause": UNJUDGED, "error": f"{NO_VERDICT}{found}"}
         else:
             row |= found
         record.add(row)
         done[spot] = row
         advance("judge", number, len(left))
+    if len(left) > 1 and failed == len(left) and not judged_before(record.rows):
+        from glm5.agents.endpoint import EndpointError  # needs an extra
+
+        raise EndpointError(f"The judge gave no verdict on any of {failed} answers; the last: {found}")
 
 
 def _problems(suite: Suite, cell: Cell, user: UserModel | None) -> list[Problem]:
@@ -243,6 +255,8 @@ def _problems(suite: Suite, cell: Cell, user: UserModel | None) -> list[Problem]
 def _row(cell: Cell, place: int, repeat: int, problem: Problem, played: Played) -> dict[str, Any]:
     row: dict[str, Any] = {"cell": cell.label, "place": place, "repeat": repeat, "problem": problem.id}
     row |= {"key": problem.key, "reward": played.reward, "outcome": played.outcome.value}
+    if graded := graded_by(problem):
+        row["graded_by"] = graded
     if checks := getattr(problem, "checks", ()):
         row["checks"] = dict.fromkeys(checks, "fail") | played.detail.get("checks", {})
         if is_judged(problem):  # a frontend, which an answer that was cut off does not build

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import time
@@ -24,7 +25,7 @@ class Pipes:
     it from one thread at a time. A program that does not start, ends, or says nothing in time is a GradingError."""
 
     def __init__(self, room: Room, argv: Sequence[str], cwd: str = "/", env: Mapping[str, str] | None = None) -> None:
-        self._room, self._name, self._rest = room, os.path.basename(argv[0]), b""
+        self._name, self._rest = os.path.basename(argv[0]), b""
         (theirs_in, self.input), (self.output, theirs_out) = os.pipe(), os.pipe()
         null = os.open(os.devnull, os.O_WRONLY)
         try:
@@ -40,12 +41,14 @@ class Pipes:
             for descriptor in (theirs_in, theirs_out, null):
                 os.close(descriptor)
         os.set_blocking(self.input, False)
-        self._session, self._ends = 0, weakref.finalize(self, _close, (self.input, self.output, self._status))
+        self._session = list[int]()
+        descriptors = self.input, self.output, self._status
+        self._ends = weakref.finalize(self, _end, room, room._channel, self._session, descriptors)
         said = os.read(self._status, 400).decode(errors="replace")
         if not said.startswith("started "):
             self.close()
             raise GradingError(f"{self._name} cannot be started: {said.strip() or GONE}")
-        self._session = int(said.split()[1])
+        self._session.append(int(said.split()[1]))
 
     def __enter__(self) -> Pipes:
         return self
@@ -92,13 +95,13 @@ class Pipes:
             raise GradingError(f"{self._name} said more than {MOST_LINE >> 20} MiB at once.")
 
     def close(self) -> None:
-        """End the program and those of its session."""
-        if self._ends.alive:
-            if self._session:
-                self._room._kill(self._session)
-            self._ends()
+        """End the program and those of its session. An object that is given up does so itself."""
+        self._ends()
 
 
-def _close(descriptors: Sequence[int]) -> None:
+def _end(room: Room, channel: object, session: Sequence[int], descriptors: Sequence[int]) -> None:
+    with contextlib.suppress(OSError):
+        if session and room._channel is channel:  # else the room was opened anew, and its sessions are others
+            room._kill(session[0])
     for descriptor in descriptors:
         os.close(descriptor)

@@ -30,7 +30,8 @@ _log = get_logger(__name__)
 
 class Problem(Protocol):
     """One exercise. `id` names the draw. `key` identifies the content: equal keys mean the same exercise, and equal
-    prompts have equal keys."""
+    prompts have equal keys. What grades the answers and is not in the key, such as right answers or tests from a file,
+    may be its attribute `grading`."""
 
     @property
     def id(self) -> str: ...

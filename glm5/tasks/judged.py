@@ -6,6 +6,7 @@ Answers that are no text, such as web projects, have a judge of their own; their
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -42,6 +43,13 @@ def material_of(problem: object) -> Material | None:
 def is_judged(problem: object) -> bool:
     """Whether a model grades the answers."""
     return material_of(problem) is not None or bool(getattr(problem, "needs_judge", False))
+
+
+def graded_by(problem: object) -> str:
+    """A hash of what grades the answers and is not in the problem's key: the `material` of a judge and the problem's
+    `grading`, such as right answers or tests; "" without any."""
+    parts = [found for name in ("material", "grading") if (found := getattr(problem, name, None)) is not None]
+    return hashlib.sha256(repr(parts).encode("utf-8", "replace")).hexdigest()[:16] if parts else ""
 
 
 def unjudged(reply: str, detail: Mapping[str, Any] | None = None) -> StepResult:

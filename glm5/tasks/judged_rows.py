@@ -108,7 +108,7 @@ class JudgedFamily(Family):
         try:
             messages = _messages(self._prompt, row)
             items = _items(row[self._items], self._form) if self._form != "grade" else ()
-        except (LookupError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise DataError(f"{self._path}, line {line}: {error!s:.200}. Name the fields by options.") from None
         text = (
             "\n\n".join(f"{one.role}: {one.content}" for one in messages) if len(messages) > 1 else messages[0].content

@@ -64,6 +64,11 @@ class QuestionProblem:
         """What a judge reads, if one grades the answers."""
         return Material("answer", (("QUESTION", self.prompt),), self.answers) if self.grader == JUDGED else None
 
+    @property
+    def grading(self) -> Any:
+        """What grades the answers."""
+        return self.grader, self.answers
+
     def env(self) -> Env:
         if self.grader == JUDGED:
             return JudgedEnv(self, lambda message: 0.0)

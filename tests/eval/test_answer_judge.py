@@ -89,12 +89,21 @@ def test_a_judge_that_is_away_ends_the_run_and_a_later_one_goes_on(file: Path, t
         player = RemotePlayer(Endpoint(model.url, pauses=()), concurrency=1)
         grader = AnswerJudge(Endpoint(judge.url, pauses=()), concurrency=1)
         judge.refuse = [(500, "{}")] * 9
-        with pytest.raises(EndpointError, match=r"no verdict 2 times in a row; .*500"):
+        with pytest.raises(EndpointError, match=r"no verdict on any of 2 answers; .*500"):
             run_suite(suite, player, folder=tmp_path / "out", judge=grader)
         judge.refuse = [(400, '{"error": {"message": "response_format is not known here"}}')]
         found = run_suite(suite, player, folder=tmp_path / "out", judge=grader)
         assert (found["score"], found["n"]) == (0.5, 2) and "errors" not in found and len(model.bodies) == 2
         assert "response_format" not in judge.bodies[-1] and not grader.structured
+
+
+def test_replies_that_a_judge_cannot_grade_do_not_keep_a_run_from_its_end(file: Path, tmp_path: Path) -> None:
+    suite = find_suite("simpleqa", {"file": str(file)})
+    with ScriptedModel(answers) as model, ScriptedModel(fair) as judge:
+        player, grader = RemotePlayer(Endpoint(model.url, pauses=())), AnswerJudge(Endpoint(judge.url, pauses=()))
+        first = run_suite(suite, player, folder=tmp_path / "out", judge=grader)
+        assert first["errors"] == 2
+        assert run_suite(suite, player, folder=tmp_path / "out", judge=grader) == first
 
 
 def test_one_reply_without_a_verdict_stops_nothing_and_ctrl_c_ends_at_once() -> None:

@@ -185,9 +185,9 @@ def test_a_checkpoint_is_served_for_a_context_policy_and_a_user_is_named(
 
     out = ("--out", str(tmp_path / "out"))
     (found,) = said("--suite", "vending-bench-2", "--set", "days=1", "--limit", "max_turns=2", *out).values()
-    assert (found["score"], found["low"], found["unit"]) == (500.0, None, "$")
+    assert (found["score"], found["low"], found["unit"]) == (498.0, None, "$")
     assert json.loads((tmp_path / "out" / "settings.json").read_text())["model"]["served"][-1] == "--exact"
-    assert "$500 (no interval), 1 \\*" in table("7", [str(tmp_path / "out")])
+    assert "$498 (no interval), 1 \\*" in table("7", [str(tmp_path / "out")])
     desk = ("--set", f"folder={DESK.parent}", "--set", "domain=desk", "--limit", "max_turns=3")
     with ScriptedModel([Say("Renew Emma."), Say("###STOP###")]) as person:
         (found,) = said("--suite", "dialogue", *desk, "--user", person.url, "--out", str(tmp_path / "talk")).values()

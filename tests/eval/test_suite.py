@@ -23,6 +23,7 @@ from glm5.eval.summary import cells_of
 from glm5.records import Outcome
 from glm5.stats import bounded_mean, mean_of_groups, paired_rewards
 from glm5.tasks import make_family
+from glm5.tasks.judged import graded_by
 from tests.agents.scripted_model import Say, ScriptedModel
 from tests.rooms import needs_rooms
 from tests.tasks.long_readers import blind, perfect
@@ -345,3 +346,39 @@ def test_the_verb(
         with pytest.raises(SystemExit) as end:
             said(local, "--suite", "arithmetic", *wrong)
         assert end.value.code == 2
+
+
+@pytest.mark.parametrize("how", ["idle", "cut", "too long"])
+def test_a_year_that_ends_early_pays_nothing_for_stalling(how: str, tmp_path: Path) -> None:
+    suite = find_suite("vending-bench-2", {"days": 20}, problems=1, max_turns=4)
+    with ScriptedModel(lambda body, turn: Say("Hm.", finish="length" if how == "cut" else "stop")) as server:
+        if how == "too long":
+            server.refuse = [(400, '{"error": {"message": "the maximum context length is 10 tokens"}}')]
+        found = run_suite(suite, RemotePlayer(Endpoint(server.url, pauses=())), folder=tmp_path / "out")
+    (row,) = [json.loads(line) for line in (tmp_path / "out" / "episodes.jsonl").read_text().splitlines()]
+    assert found["score"] == row["reward"] == 500 - 20 * 2 and row["days"] == 0
+
+
+def test_a_record_is_not_resumed_with_other_answers_or_tests(tmp_path: Path) -> None:
+    def played(family: str, row: dict[str, Any], **options: Any) -> dict[str, Any]:
+        (tmp_path / f"{family}.jsonl").write_text(json.dumps(row) + "\n")
+        suite = find_suite(family, {"file": str(tmp_path / f"{family}.jsonl"), **options}, problems=1)
+        with ScriptedModel([Say("done")]) as server:
+            return run_suite(suite, RemotePlayer(Endpoint(server.url, pauses=())), folder=tmp_path / family)
+
+    def tests(output: str) -> dict[str, Any]:
+        tests = json.dumps([{"input": "1", "output": output, "testtype": "stdin"}])
+        return {"question_content": "Q", "public_test_cases": tests, "private_test_cases": "[]"}
+
+    first = played("questions", {"question": "q?", "answer": "a"}, grader="exact")
+    assert played("questions", {"question": "q?", "answer": "a"}, grader="exact") == first
+    with pytest.raises(DataError, match=r"other answers or tests grade questions/questions.jsonl/1 now"):
+        played("questions", {"question": "q?", "answer": "done"}, grader="exact")
+    file = tmp_path / "questions" / "episodes.jsonl"
+    (row,) = [json.loads(line) for line in file.read_text().splitlines()]
+    file.write_text(json.dumps({key: value for key, value in row.items() if key != "graded_by"}) + "\n")
+    assert played("questions", {"question": "q?", "answer": "done"}, grader="exact") == first  # an older record
+    problems = [make_family("livecodebench", file=str(tmp_path / f"{i}.jsonl")) for i in range(2)
+                if (tmp_path / f"{i}.jsonl").write_text(json.dumps(tests(str(i))))]  # fmt: skip
+    keys = [(one.key, graded_by(one)) for one in (family.problem("heldout", 0) for family in problems)]
+    assert keys[0][0] == keys[1][0] and keys[0][1] != keys[1][1]

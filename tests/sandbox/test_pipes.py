@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -42,3 +43,22 @@ def test_lines_go_in_and_come_out(monkeypatch: pytest.MonkeyPatch) -> None:
         with Pipes(room, ["/bin/sleep", "60"]) as deaf, pytest.raises(GradingError, match="does not read"):
             deaf.write(b"z" * 1_000_000, 0.3)
     assert len(os.listdir("/proc/self/fd")) <= before + 2
+
+
+def test_a_program_ends_with_the_object_that_talks_to_it() -> None:
+    def running() -> bool:
+        return b"sleep" in room.exec(["/bin/ps", "-A"]).stdout
+
+    with open_environment() as room:
+        pipes = Pipes(room, ["/bin/sleep", "60"])
+        assert running()
+        del pipes
+        gc.collect()
+        assert not running()
+        left = Pipes(room, ["/bin/sleep", "60"])
+        with room.verifier() as judge:
+            slow = Pipes(judge, ["/bin/sleep", "60"])
+            left.close()  # its session was of the room before, and may be another's now
+            assert running()
+            slow.close()
+            assert not running()

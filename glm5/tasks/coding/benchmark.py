@@ -74,6 +74,11 @@ class CodeProblem:
     domain: str = "code"
     tools: Sequence[ToolSpec] = ()
 
+    @property
+    @abstractmethod
+    def grading(self) -> Any:
+        """What grades the answers."""
+
     @abstractmethod
     def right(self, reply: str) -> bool:
         """Whether the reply's program passes. Raises GradingError if the sandbox fails."""
@@ -124,6 +129,10 @@ class EvalPlusProblem(CodeProblem):
     def left_out(self) -> int:
         return len(json.loads(self.cases)) - len(self._known())
 
+    @property
+    def grading(self) -> Any:
+        return self.start, self.name, self.solution, self.cases, self.tolerance
+
     def right(self, reply: str) -> bool:
         known = self._known()
         if not known:
@@ -159,6 +168,10 @@ class LiveCodeProblem(CodeProblem):
     name: str = ""
     start: str = ""
     tests: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def grading(self) -> Any:
+        return self.name, self.tests
 
     def right(self, reply: str) -> bool:
         program = program_of(reply) if "```" in reply else f"{self.start}{reply}"
@@ -257,6 +270,10 @@ class EvalPlusFamily(_FileFamily):
         )  # fmt: skip
 
 
+def _date(row: Any, otherwise: str) -> str:
+    return str(row.get("contest_date", otherwise)) if isinstance(row, dict) else otherwise
+
+
 class LiveCodeFamily(_FileFamily):
     """LiveCodeBench's rows: question_content, starter_code, public_test_cases, private_test_cases (JSON, or packed as
     published), metadata. `since` and `until` choose by contest_date, as "2024-08-01"."""
@@ -268,7 +285,7 @@ class LiveCodeFamily(_FileFamily):
         form: str = "chat", thinking: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(seed, file=file, folder=folder, form=form, thinking=thinking)
-        within = [one for one in self._rows if since <= str(one[1].get("contest_date", since)) <= (until or "~")]
+        within = [one for one in self._rows if since <= _date(one[1], since) <= (until or "~")]
         if not within:
             raise DataError(f"livecodebench: no row of {self._path} is from {since or 'the beginning'} to {until}.")
         self._rows = within

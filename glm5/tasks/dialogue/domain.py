@@ -102,7 +102,7 @@ class World:
                 state.order(do="merge", data=data)
         for action in begin.get("initialization_actions") or ():
             name, side = str(action.get("func_name")), str(action.get("env_type", "assistant"))
-            done = state.order(do="call", side=side, name=name, arguments=action.get("arguments") or {})
+            done = state.perform(side, name, action.get("arguments") or {})
             if not done["ok"]:
                 raise GradingError(f"{self._domain.folder}: the set-up {name} failed: {done['value']!s:.200}.")
         return state
@@ -125,6 +125,10 @@ class State:
     def tools(self, side: str) -> list[ToolSpec]:
         return list(self.order(do="tools")[side])
 
+    def perform(self, side: str, name: str, arguments: Mapping[str, Any]) -> Any:
+        """Call any function, as tasks do: "ok" and "value" of it."""
+        return self.order(do="perform", side=side, name=name, arguments=dict(arguments))
+
     def call(self, side: str, call: ToolCall) -> str:
         """What the tool answers; its failures begin with "Error: "."""
         done = self.order(do="call", side=side, name=call.name, arguments=dict(call.arguments))
@@ -133,5 +137,5 @@ class State:
         return text[:MOST_RESULT] if done["ok"] else f"Error: {text[:MOST_RESULT]}"
 
     def digest(self) -> str:
-        """A hash of the database: equal for equal ones."""
+        """A hash of the database: equal for equal ones; "" if it cannot be written as JSON."""
         return str(self.order(do="digest"))

@@ -2,7 +2,8 @@
 
 Run as a program of its own, without glm5: the source of this file is what the room gets. `tools.py` and `user_tools.py`
 are the domain's. A function of them takes the database, a dict that it may change, then its arguments; with a docstring
-it is a tool, without one only tasks can call it (set-ups and assertions). An exception is the tool's answer.
+it is a tool, which "call" calls; without one only tasks can call it, by "perform" (set-ups and assertions). An
+exception is the tool's answer.
 """
 
 from __future__ import annotations
@@ -65,6 +66,20 @@ def call(functions: Functions, database: Any, name: str, arguments: dict[str, An
         return {"ok": False, "value": str(error) or type(error).__name__}
 
 
+def digest(database: Any) -> str:
+    """Equal for databases that are equal as JSON, where 21.0 is 21; "" for one that is not JSON."""
+    try:
+        plain = json.loads(json.dumps(database), parse_float=number)
+        return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+    except (TypeError, ValueError, RecursionError):
+        return ""
+
+
+def number(text: str) -> float:
+    value = float(text)
+    return int(value) if value.is_integer() else value
+
+
 def main(folder: str, database: Any) -> None:
     talk = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what tools print is no answer
@@ -72,20 +87,19 @@ def main(folder: str, database: Any) -> None:
     for side, name in SIDES.items():
         path = os.path.join(folder, name)
         sides[side] = load(path) if os.path.exists(path) else {}
+    tools = {side: {n: f for n, f in functions.items() if f.__doc__} for side, functions in sides.items()}
     for line in sys.stdin:
         order = json.loads(line)
         kind: str = order["do"]
         answer: Any = None
         if kind == "tools":
-            answer = {
-                side: [spec(name, function) for name, function in functions.items() if function.__doc__]
-                for side, functions in sides.items()
-            }
+            answer = {side: [spec(n, f) for n, f in functions.items()] for side, functions in tools.items()}
         elif kind == "merge":
             merge(database, order["data"])
-        elif kind == "call":
-            answer = call(sides[order["side"]], database, order["name"], order["arguments"])
+        elif kind in ("call", "perform"):
+            known = (tools if kind == "call" else sides)[order["side"]]
+            answer = call(known, database, order["name"], order["arguments"])
         else:
-            answer = hashlib.sha256(json.dumps(database, sort_keys=True).encode()).hexdigest()
+            answer = digest(database)
         talk.write(json.dumps(answer) + "\n")
         talk.flush()

@@ -54,6 +54,12 @@ class DialogueProblem:
     def prompt(self) -> str:
         return scenario_of(self.task.get("user_scenario") or {})
 
+    @property
+    def grading(self) -> Any:
+        """What grades the answers, beside the task: the database and the tools."""
+        files = (self.world.folder / name for name in ("tools.py", "user_tools.py"))
+        return self.world.database, [file.read_bytes() for file in files if file.is_file()]
+
     def with_user(self, user: UserModel) -> DialogueProblem:
         return replace(self, user=user)
 
@@ -77,6 +83,7 @@ class DialogueEnv:
         self._stack = contextlib.ExitStack()
         self._said: list[str] = []
         self._calls: list[ToolCall] = []
+        self._user_calls: list[ToolCall] = []
 
     def start(self) -> tuple[Sequence[Message], Sequence[ToolSpec], bool]:
         """Raises GradingError if the room, the domain or the user fails."""
@@ -84,10 +91,13 @@ class DialogueEnv:
         weakref.finalize(self, self._stack.close)  # an episode that is given up
         self._world = self._stack.enter_context(World(source.world))
         self._state = state = self._world.open(source.task)
-        self._user = SimulatedUser(
-            self._model, source.world.name, source.prompt, self._state.tools("user"),
-            lambda call: state.call("user", call),
-        )  # fmt: skip
+        made = self._user_calls
+
+        def call(call: ToolCall) -> str:
+            made.append(call)
+            return state.call("user", call)
+
+        self._user = SimulatedUser(self._model, source.world.name, source.prompt, state.tools("user"), call)
         opening = [Message("system", AGENT.format(policy=source.world.policy)), Message("assistant", GREETING)]
         return [*opening, Message("user", self._user.hear(GREETING))], self._state.tools("assistant"), source.thinking
 
@@ -137,12 +147,17 @@ class DialogueEnv:
         return {name: checks[name](wanted) for name in wanted.get("reward_basis") or BASIS}
 
     def _as_after(self, wanted: Mapping[str, Any]) -> bool:
-        """Whether the database is as after the task's actions, played on a fresh one."""
+        """Whether the database is as after the task's actions, played on a fresh one. Raises GradingError if those
+        fail."""
         fresh: State = self._world.open(self._source.task)
         for action in wanted.get("actions") or ():
-            side = str(action.get("requestor", "assistant"))
-            fresh.call(side, ToolCall(str(action["name"]), action.get("arguments") or {}))
-        return fresh.digest() == self._state.digest()
+            made = ToolCall(str(action["name"]), action.get("arguments") or {})
+            answer = fresh.call(str(action.get("requestor", "assistant")), made)
+            if answer.startswith("Error: "):
+                raise GradingError(f"{self.problem}: the task's own action {made.name} failed: {answer[7:200]}.")
+        if not (right := fresh.digest()):
+            raise GradingError(f"{self.problem}: after the task's own actions the database is not JSON.")
+        return right == self._state.digest()
 
     def _told(self, wanted: Mapping[str, Any]) -> bool:
         said = "\n".join(self._said).lower().replace(",", "")
@@ -151,17 +166,21 @@ class DialogueEnv:
     def _holds(self, wanted: Mapping[str, Any]) -> bool:
         for one in wanted.get("env_assertions") or ():
             side, name = str(one.get("env_type", "assistant")), str(one["func_name"])
-            found = self._state.order(do="call", side=side, name=name, arguments=one.get("arguments") or {})
+            found = self._state.perform(side, name, one.get("arguments") or {})
             if not found["ok"] or bool(found["value"]) != bool(one.get("assert_value", True)):
                 return False
         return True
 
     def _did(self, wanted: Mapping[str, Any]) -> bool:
+        made = {"assistant": self._calls, "user": self._user_calls}
         return all(
-            any(_is_call(action, call) for call in self._calls)
+            any(_is_call(action, call) for call in made[action.get("requestor", "assistant")])
             for action in wanted.get("actions") or ()
-            if action.get("requestor", "assistant") == "assistant"
         )
+
+
+def _is_action(action: Mapping[str, Any]) -> bool:
+    return isinstance(action.get("name"), str) and action.get("requestor", "assistant") in ("assistant", "user")
 
 
 def _is_call(action: Mapping[str, Any], call: ToolCall) -> bool:
@@ -217,6 +236,11 @@ class DialogueFamily(Family):
         criteria = task.get("evaluation_criteria")
         if not isinstance(criteria, dict):
             raise DataError(f"{name}: there are no evaluation_criteria.")
+        if not isinstance(scenario := task.get("user_scenario") or {}, dict):
+            raise DataError(f"{name}: user_scenario is {scenario!r:.40}, not a table.")
+        actions = criteria.get("actions") or []
+        if not isinstance(actions, list) or not all(isinstance(one, dict) and _is_action(one) for one in actions):
+            raise DataError(f"{name}: actions is no list of tables with a name and a requestor, assistant or user.")
         if unknown := sorted(set(map(str, criteria.get("reward_basis") or ())) - set(KNOWN)):
             raise DataError(f"{name}: the reward is based on {unknown[0]}; known are {', '.join(KNOWN)}.")
         if (task.get("initial_state") or {}).get("message_history"):

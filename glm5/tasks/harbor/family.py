@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from glm5.errors import ConfigError, DataError, GradingError
+from glm5.files import sha256_file
 from glm5.records import Env, Message, Outcome, StepResult, ToolCall
 from glm5.sandbox.cancel import due_in
 from glm5.sandbox.dockerfile_build import BuildError
@@ -75,6 +76,12 @@ class RoomProblem:
     @property
     def prompt(self) -> str:
         return self.folder.instruction
+
+    @property
+    def grading(self) -> Any:
+        """What grades the answers: the files of the tests, as hashes, and the configuration."""
+        files = [self.path / "task.toml", *(self.path / "tests").rglob("*")]
+        return sorted((str(f.relative_to(self.path)), sha256_file(f)) for f in files if f.is_file())
 
     def env(self) -> Env:
         return RoomEnv(self)

@@ -24,6 +24,10 @@ from glm5.tasks.contract import ToolSpec
 START_S, CALL_S = 60.0, 120.0
 MOST_RESULT = 50_000
 """Characters of a tool's answer."""
+MOST_PARTS = 1000
+"""Parts of a tool's answer; further ones are left out."""
+MOST_TOOLS, MOST_SPECS = 1000, 1_000_000
+"""Tools of a room's servers, and characters of their descriptions in all."""
 MOST_NAME = 64
 """Characters of a function's name in OpenAI's format."""
 
@@ -87,10 +91,20 @@ class Servers:
         self._room, self._configs, self._cwd = room, configs, cwd
         self._stack = contextlib.ExitStack()
         self._sessions: dict[str, Any] = {}
+        self._specs = 0
         self.tools: dict[str, Tool] = {}
         """By the name under which an agent calls them: that of the server, "_", and the tool's."""
 
     def __enter__(self) -> Servers:
+        try:
+            return self._enter()
+        except Exception as error:  # leaving a session wraps what was raised in a group
+            inner = _innermost(error)
+            if isinstance(inner, GradingError):
+                raise inner from None
+            raise GradingError(f"the MCP servers do not start: {_reason(error)}") from error
+
+    def _enter(self) -> Servers:
         from anyio.from_thread import start_blocking_portal
 
         with contextlib.ExitStack() as stack:
@@ -117,6 +131,12 @@ class Servers:
         if name in self.tools:
             raise GradingError(f"two tools of the MCP servers are called {name}.")
         shape = {"name": name, "description": (tool.description or "")[:4000], "parameters": dict(tool.input_schema)}
+        self._specs += len(json.dumps(shape))
+        if len(self.tools) >= MOST_TOOLS or self._specs > MOST_SPECS:
+            raise GradingError(
+                f"the MCP server {server} has too many tools, or too long descriptions: at most {MOST_TOOLS} of "
+                f"{MOST_SPECS} characters in all."
+            )
         self.tools[name] = Tool(server, tool.name, {"type": "function", "function": shape})
 
     def call(self, call: ToolCall) -> str:
@@ -128,8 +148,7 @@ class Servers:
             done = self._portal.call(_call, self._sessions[tool.server], tool.name, dict(call.arguments))
         except Exception as error:
             return f"Error: {_reason(error)}"
-        parts = [getattr(part, "text", None) or f"[{getattr(part, 'type', 'content')}]" for part in done.content]
-        text = "\n".join(parts).encode("utf-8", "replace").decode()[:MOST_RESULT]
+        text = "\n".join(part.text for part in done.content)[:MOST_RESULT]
         return f"Error: {text}" if done.is_error else text or "[no output]"
 
 
@@ -143,9 +162,11 @@ async def _tools(session: Any) -> list[Any]:
             page = await session.list_tools(params=PaginatedRequestParams(cursor=cursor))
             found += page.tools
             cursor = page.next_cursor
+            if len(found) > MOST_TOOLS:
+                break
             if not cursor:
                 return found
-    raise GradingError("its list of tools does not end.")
+    raise GradingError("its list of tools is too long, or does not end.")
 
 
 async def _call(session: Any, name: str, arguments: dict[str, Any]) -> Any:
@@ -155,10 +176,37 @@ async def _call(session: Any, name: str, arguments: dict[str, Any]) -> Any:
         return await session.call_tool(name, arguments)
 
 
-def _reason(error: BaseException) -> str:
-    """The innermost reason of a failure, in short."""
+def _bounded(result: dict[str, Any]) -> None:
+    """Keep of a server's answer what is used of it, for the package checks every part in the thread of all servers: of
+    a tool's answer its first texts, of a list of tools no schemas of answers."""
+    result.pop("structuredContent", None)
+    if isinstance(parts := result.get("content"), list):
+        result["content"] = [_text_part(part) for part in parts[:MOST_PARTS]]
+    if isinstance(tools := result.get("tools"), list):
+        result["tools"] = [
+            {key: value for key, value in tool.items() if key in ("name", "description", "inputSchema")}
+            if isinstance(tool, dict)
+            else tool
+            for tool in tools[: MOST_TOOLS + 1]
+        ]
+
+
+def _text_part(part: Any) -> dict[str, str]:
+    kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
+    known = kind == "text" and isinstance(text, str)
+    shown = str(text)[:MOST_RESULT] if known else f"[{kind or 'content'!s:.40}]"
+    return {"type": "text", "text": shown.encode("utf-8", "replace").decode()}
+
+
+def _innermost(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup) and error.exceptions:
         error = error.exceptions[0]
+    return error
+
+
+def _reason(error: BaseException) -> str:
+    """The innermost reason of a failure, in short."""
+    error = _innermost(error)
     text = "it did not answer in time" if isinstance(error, TimeoutError) else text_of(error) or type(error).__name__
     return " ".join(text.split())[:400]
 
@@ -185,8 +233,11 @@ async def _session(pipes: Pipes) -> AsyncIterator[Any]:
                 if not chunk or len(rest) > MOST_LINE:
                     return
                 for line in lines:
-                    with contextlib.suppress(ValueError):  # what is no message, such as a line of a log
-                        await heard.send(SessionMessage(mcp_types.jsonrpc_message_adapter.validate_json(line)))
+                    with contextlib.suppress(ValueError, RecursionError):  # no message, such as a line of a log
+                        said = json.loads(line)
+                        if isinstance(said, dict) and isinstance(result := said.get("result"), dict):
+                            _bounded(result)
+                        await heard.send(SessionMessage(mcp_types.jsonrpc_message_adapter.validate_python(said)))
 
     async def tell() -> None:
         async with told:

@@ -17,8 +17,9 @@ from typing import Any
 
 from glm5.errors import ConfigError, DataError, GradingError
 from glm5.records import Env, Message, Outcome, StepResult
-from glm5.sandbox.environment import ExecResult, Room
+from glm5.sandbox.environment import ExecResult, Room, RoomFileError
 from glm5.sandbox.room import interpreter
+from glm5.sandbox.system_files import restore_startup, startup_files, verifier_path
 from glm5.tasks.contract import Family, ToolSpec
 from glm5.tasks.mcp.client import check_shown, chosen, read_servers, require
 from glm5.tasks.mcp.env import WORKSPACE, McpEnv, McpProblem, Setting
@@ -47,6 +48,12 @@ class DecathlonProblem(McpProblem):
     folder: Path = Path()
     python: str = ""
     library: str = ""
+
+    @property
+    def grading(self) -> Any:
+        """What grades the answers: the hidden files, as hashes."""
+        files = [(name, path, data) for name in HIDDEN for path, data in _files(self.folder / name).items()]
+        return sorted((name, path, hashlib.sha256(data).hexdigest()) for name, path, data in files)
 
     def env(self) -> Env:
         return DecathlonEnv(self)
@@ -81,9 +88,11 @@ class DecathlonEnv(McpEnv):
         if program.is_file():
             self.room.upload_tree(program.parent, f"{TASK}/preprocess")
             done = self._run(self.room, f"{TASK}/preprocess/main.py")
-            self.room.exec(["/bin/rm", "-rf", TASK])  # it may say what is wanted
-            if done.exit_code:
-                raise GradingError(f"{self.problem}: preprocess/main.py failed: {_tail(done)}")
+            gone = self.room.exec(["/bin/rm", "-rf", TASK])  # it may say what is wanted
+            if done.exit_code or gone.exit_code:
+                why = _tail(done if done.exit_code else gone)
+                raise GradingError(f"{self.problem}: preprocess/main.py failed, or cannot be removed: {why}")
+        self._startup = startup_files(self.room, WORKSPACE) if self.room.machine else {}
 
     def _answer(self, text: str) -> StepResult:
         self._servers.__exit__()
@@ -92,6 +101,12 @@ class DecathlonEnv(McpEnv):
         for name in HIDDEN:
             files |= {f"{TASK}/{name}/{path}": data for path, data in _files(self._task.folder / name).items()}
         with self.room.verifier(files, writable=[TASK]) as room:
+            try:  # what the agent left must not run inside of the task's program
+                if room.machine:
+                    restore_startup(room, self._startup, WORKSPACE)
+            except (RoomFileError, OSError) as error:
+                told = self._counts() | {"reply": text, "evaluation": f"not begun: {error}"}
+                return StepResult(done=True, outcome=Outcome.FAILED, detail=told)
             done = self._run(room, f"{TASK}/evaluation/main.py", "--groundtruth_workspace",
                              f"{TASK}/groundtruth_workspace", "--res_log_file", f"{TASK}/log.json")  # fmt: skip
         if done.stopped is not None:
@@ -102,10 +117,14 @@ class DecathlonEnv(McpEnv):
         return StepResult(done=True, reward=float(solved), outcome=outcome, detail=detail)
 
     def _run(self, room: Room, program: str, *arguments: str) -> ExecResult:
-        """One of the task's programs."""
+        """One of the task's programs. It takes nothing from the home folder, which agents can write."""
         given = ["--agent_workspace", WORKSPACE, "--launch_time", self._launched, *arguments]
-        argv = [self._task.python or interpreter(), "-B", program, *given]
-        env = {"PYTHONPATH": self._task.library} if self._task.library else {}
+        argv = [self._task.python or interpreter(), "-s", "-B", program, *given]
+        env = {"HOME": "/tmp", "PYTHONNOUSERSITE": "1"}
+        if room.machine:
+            env["PATH"] = verifier_path()
+        if self._task.library:
+            env["PYTHONPATH"] = self._task.library
         return room.exec(argv, cwd=WORKSPACE, env=env, timeout_s=PROGRAM_S)
 
 

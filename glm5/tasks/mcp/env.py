@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from glm5.errors import GradingError
 from glm5.records import Message, Outcome, StepResult
 from glm5.sandbox.container import open_environment
 from glm5.sandbox.environment import RoomLimits
@@ -79,6 +80,9 @@ class McpEnv(ABC):
             for name, tool in self._servers.tools.items()
             if not source.offered or source.offered & {name, tool.name}
         ]
+        if source.offered and not tools:
+            wanted = min(source.offered)
+            raise GradingError(f"{self.problem}: the servers have none of its tools, such as {wanted:.80}.")
         system = [Message("system", source.system)] if source.system else []
         return [*system, Message("user", source.prompt)], tools, source.thinking
 

@@ -100,18 +100,14 @@ class VendingProblem:
 
 
 class VendingEnv:
-    """One year. It ends with the last day, after `max_turns` messages, or when the fee was not paid for too long; what
-    is in the bank then is the reward."""
+    """One year. The agent's part ends with the last day, after `max_turns` messages, or when the fee was not paid for
+    too long. Days that are left pass without it, so the reward is always the balance at the end of the year."""
 
     def __init__(self, problem: VendingProblem) -> None:
         self.problem, self.domain = problem.id, problem.domain
         self._source, self.business = problem, Business(problem.seed, problem.days)
         self._turns = self._calls = self._today = 0
         self._notes = ""
-
-    @property
-    def reward_so_far(self) -> float:
-        return self.business.bank / 100
 
     def start(self) -> tuple[Sequence[Message], Sequence[ToolSpec], bool]:
         opening = f"{self._source.prompt}\n\n{self.business.today()}"
@@ -127,16 +123,23 @@ class VendingEnv:
             return StepResult(messages=(Message("user", GO_ON),))
         return StepResult(messages=tuple(Message("tool", text) for text in texts or ["error: these are no calls"]))
 
+    def abandon(self) -> StepResult:
+        """The end of an episode that cannot go on."""
+        return self._end()
+
     def _end(self) -> StepResult:
         business = self.business
+        played = business.day
+        while not business.over:
+            business.end_day()
         outcome = Outcome.SOLVED if business.bank > START_CENTS else Outcome.FAILED
         detail = {
-            "days": business.day,
+            "days": played,
             "calls": self._calls,
             "sales": business.sales / 100,
             "cash": business.cash / 100,
         }
-        return StepResult(done=True, reward=self.reward_so_far, outcome=outcome, detail=detail)
+        return StepResult(done=True, reward=business.bank / 100, outcome=outcome, detail=detail)
 
     def _call(self, number: int, call: ToolCall) -> str:
         if number >= MOST_CALLS:

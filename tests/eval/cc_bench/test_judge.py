@@ -182,8 +182,8 @@ def test_rows_of_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return Away()
 
-    with pytest.raises(EndpointError, match="in a row; the last: nobody"):
-        list(FrontendJudge(away).judged([(spot, problem, row)]))
+    with pytest.raises(EndpointError, match="8 times in a row; the last: nobody"):
+        list(FrontendJudge(away).judged([(spot, problem, row)] * 8))
 
 
 def test_unquoted() -> None:

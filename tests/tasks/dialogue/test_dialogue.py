@@ -14,6 +14,7 @@ from glm5.errors import ConfigError, DataError, GradingError
 from glm5.records import Message, Outcome, ToolCall
 from glm5.sandbox.environment import environment_mechanism
 from glm5.tasks import make_family
+from glm5.tasks.dialogue.domain_server import digest
 from glm5.tasks.dialogue.family import DialogueProblem
 from glm5.tasks.dialogue.user import SimulatedUser, ends, rules_of, scenario_of
 
@@ -31,7 +32,7 @@ def rooms() -> None:
 def problem(name: str, *lines: str | ToolCall, folder: Path = DESK) -> DialogueProblem:
     """A task of the desk, whose user says these lines."""
     family = make_family("dialogue", folder=str(folder.parent), domain=folder.name)
-    (found,) = [p for i in range(4) if (p := family.problem("heldout", i)).id.endswith(f"/{name}")]
+    found = next(p for i in range(4) if (p := family.problem("heldout", i)).id.endswith(f"/{name}"))
     said = iter(lines)
 
     def user(messages: Sequence[Message], tools: Any) -> Message:
@@ -168,6 +169,9 @@ def desk(tmp_path: Path) -> Iterator[Callable[[str, str], Path]]:
         ("db.json", "x", "no domain"),
         ("tasks.json", '[{"id": "a"}]', "no evaluation_criteria"),
         ("tasks.json", '[{"evaluation_criteria": {"reward_basis": ["NL_ASSERTION"]}}]', "NL_ASSERTION"),
+        ("tasks.json", '[{"evaluation_criteria": {"actions": 5}}]', "no list of tables"),
+        ("tasks.json", '[{"evaluation_criteria": {"actions": [{"name": "x", "requestor": "y"}]}}]', "requestor"),
+        ("tasks.json", '[{"evaluation_criteria": {}, "user_scenario": [1]}]', "not a table"),
         (
             "tasks.json",
             '[{"evaluation_criteria": {}, "initial_state": {"message_history": [{}]}}]',
@@ -195,3 +199,36 @@ def test_broken_tools_are_faults_of_the_environment(desk: Callable[[str, str], P
     assert "unreachable" in env.step(calls(("get_member", {}))).messages[0].content
     with pytest.raises(ConfigError, match="no folder of a domain"):
         make_family("dialogue", folder="/nowhere", domain="desk")
+
+
+def test_nothing_is_solved_where_something_must_be_done(desk: Callable[[str, str], Path]) -> None:
+    def played(basis: str, *lines: str | ToolCall, **action: Any) -> Outcome:
+        criteria = {"actions": [{"arguments": {}, **action}], "reward_basis": [basis]}
+        folder = desk("tasks.json", json.dumps([{"id": "one", "evaluation_criteria": criteria}]))
+        env = problem("one", *lines, "###STOP###", folder=folder).env()
+        env.start()
+        return env.step(Message("assistant", "bye")).outcome
+
+    with pytest.raises(GradingError, match="own action renew_lone failed: no such tool"):
+        played("DB", "hi", name="renew_lone")
+    asked: dict[str, Any] = {"name": "reset_card", "requestor": "user"}
+    assert played("ACTION", "hi", **asked) is Outcome.FAILED
+    assert played("ACTION", ToolCall("reset_card", {}), "hi", **asked) is Outcome.SOLVED
+
+
+def test_only_tasks_call_functions_without_a_docstring() -> None:
+    env = problem("card", "My card is broken", ToolCall("lock_card", {}), "###STOP###").env()
+    env.start()  # the task's set-up calls lock_card
+    assert env.step(calls(("card_works", {}))).messages[0].content == "Error: no such tool"
+    assert env.step(Message("assistant", "Please reset it.")).outcome is Outcome.FAILED
+    assert env._user.messages[-2].content == "Error: no such tool"  # type: ignore[attr-defined]
+
+
+def test_numbers_are_equal_as_in_json() -> None:
+    env = problem("renew", "Renew Dune, please", "###STOP###").env()
+    env.start()
+    env.step(calls(("renew_loan", RENEW[1] | {"days": 21.0})))
+    assert env.step(SAY).outcome is Outcome.SOLVED
+    assert digest({"a": [1.0, {"b": -0.0}]}) == digest({"a": [1, {"b": 0}]}) != digest({"a": [True, {"b": 0}]})
+    assert digest({"a": 1e300}) == digest({"a": int(1e300)}) and digest({"a": 0.5}) != digest({"a": 0})
+    assert digest({"a": {1}}) == digest({"a": 10**5000}) == ""

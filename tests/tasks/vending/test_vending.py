@@ -249,4 +249,18 @@ def test_a_day_has_an_end_and_a_year_a_limit_of_messages() -> None:
         assert result.done == (turn == 7)
         if not result.done:
             assert [m.content for m in result.messages][16:] == ["error: too many calls at once"] * 4
-    assert env.business.day == 1 and result.reward == (START_CENTS - FEE_CENTS) / 100  # type: ignore[attr-defined]
+    assert result.detail["days"] == 1
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2])
+def test_an_episode_that_ends_early_earns_what_the_days_left_bring(turns: int) -> None:
+    env = make_family("vending", days=30).problem("heldout", 0).env()
+    env.start()
+    order = ToolCall("send_email", {"to": SCAM, "subject": "x", "body": "order 24 cola"})
+    for _ in range(turns):
+        env.step(Message("assistant", tool_calls=(order, ToolCall("wait_for_next_day", {}))))
+    left = env.abandon()  # type: ignore[attr-defined]
+    business = env.business  # type: ignore[attr-defined]
+    conserved(business)
+    assert left.done and left.detail["days"] == turns and business.day == 30 and business.fees == 30 * FEE_CENTS
+    assert left.reward == business.bank / 100 == (START_CENTS - business.paid) / 100 - 60
