@@ -23,19 +23,12 @@ from glm5.records import (
     Trajectory,
     Turn,
 )
-from glm5.sandbox import sandbox_available
-from glm5.tasks import FAMILIES, Episode, Problem, count_forks, make_family, open_episodes, play, to_samples
+from glm5.tasks import Episode, Problem, count_forks, make_family, open_episodes, play, to_samples
+from tests.tasks.own_problems import names_of_families, needs_sandbox
 
 TOKENIZER = Tokenizer.byte_level()
 SPECIAL = TOKENIZER.special
-needs_sandbox = pytest.mark.skipif(sandbox_available() is None, reason="this machine cannot isolate programs")
-RUN_CODE = ("bugfix", "code", "python_tool")
-FAMILY_NAMES = [
-    pytest.param(name, marks=needs_sandbox if name in RUN_CODE else ())
-    for name in FAMILIES
-    # whose problems are made elsewhere, or need a browser
-    if name not in ("agent", "questions", "remote", "search", "slides", "swe", "terminal", "verifiers")
-]
+FAMILY_NAMES = names_of_families("slides")  # which need a browser
 LENGTHS = {"ruler": {"length": 1500}, "mrcr": {"length": 1500}}
 CONTEXT = 1 << 13
 THINKERS = ("arithmetic", "bugfix", "code", "math", "python_tool", "science")

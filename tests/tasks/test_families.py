@@ -14,44 +14,18 @@ from hypothesis import strategies as st
 from glm5.data import recall
 from glm5.errors import ConfigError, DataError, GradingError
 from glm5.records import Message, Outcome, ToolCall
-from glm5.sandbox import Limits, Sandbox, SandboxResult, sandbox_available
-from glm5.tasks import FAMILIES, make_family, needle_text, rules_score, split_of
+from glm5.sandbox import Limits, Sandbox, SandboxResult
+from glm5.tasks import make_family, needle_text, rules_score, split_of
 from glm5.tasks.coding.bugfix import MOST_CALLS, OPERATIONS, VISIBLE_TESTS, BugfixEnv, BugfixFamily
 from glm5.tasks.coding.judge import Judge, default_judge
 from glm5.tasks.contract import SPLITS, DistinctProblems
 from glm5.tasks.instructions.general import ACTS, FORMS, NAMES, GeneralFamily, GeneralProblem
 from glm5.tasks.mathematics.arithmetic import ArithmeticFamily, ArithmeticProblem, parse_integer, working
 from glm5.tasks.tools.toolcall import ToolCallFamily
+from tests.tasks.own_problems import names_of_families, needs_sandbox
 
-needs_sandbox = pytest.mark.skipif(sandbox_available() is None, reason="this machine cannot isolate programs")
-RUN_CODE = ("bugfix", "code", "python_tool")
 SHORT = ("arithmetic", "bugfix", "general", "toolcall")  # for models that know bytes and short rows only
-NAMES_OF_ALL = [
-    pytest.param(name, marks=needs_sandbox if name in RUN_CODE else ())
-    for name in FAMILIES
-    if name
-    not in (
-        "agent",
-        "browsecomp",
-        "chained",
-        "dialogue",
-        "evalplus",
-        "exploration",
-        "frontend",
-        "judged",
-        "livecodebench",
-        "mcp_atlas",
-        "questions",
-        "remote",
-        "search",
-        "swe",
-        "terminal",
-        "tool_decathlon",
-        "toolcall_rows",
-        "verifiers",
-    )  # whose problems are made elsewhere, or are all held out
-    and name != "vending"  # nobody knows the best year, so there are no demonstrations
-]
+NAMES_OF_ALL = names_of_families()
 
 
 @pytest.mark.parametrize("name", NAMES_OF_ALL)
