@@ -138,6 +138,14 @@ def test_zip_files_html_and_records(tmp_path: Path) -> None:
     ]
 
 
+def test_what_is_known_of_a_document_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(
+        json.dumps({"text": "x", "url": "u\ud800", "license": "\udfff", "path": "\udc00"})
+    )
+    (found,) = read(tmp_path / "a.jsonl")
+    assert isinstance(found, Text) and found.more == {"url": "u?", "license": "?", "path": "?"}
+
+
 def _pax_bomb() -> bytes:
     """A tar whose extended header claims, and has, 8 MB."""
     info = tarfile.TarInfo("x")
@@ -150,6 +158,23 @@ def _encrypted() -> bytes:
     for sign, at in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
         raw[raw.index(sign) + at] |= 1
     return bytes(raw)
+
+
+def _patched(offset: int, value: bytes) -> bytes:
+    """A zip with other bytes in its central directory."""
+    raw = bytearray(zipped({"a.txt": b"hello"}))
+    at = raw.rfind(b"PK\x01\x02") + offset
+    raw[at : at + len(value)] = value
+    return bytes(raw)
+
+
+def _sparse(**headers: str) -> bytes:
+    raw = io.BytesIO()
+    with tarfile.open(fileobj=raw, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        entry = tarfile.TarInfo("a.txt")
+        entry.pax_headers = {f"GNU.sparse.{name}": value for name, value in headers.items()}
+        archive.addfile(entry)
+    return raw.getvalue()
 
 
 WIDE = [{"id": lzma.FILTER_LZMA2, "dict_size": 1 << 30}]
@@ -170,6 +195,14 @@ HOSTILE: dict[str, tuple[str, bytes, list[str]]] = {
     "cut off gzip": ("a.txt.gz", gzip.compress(os.urandom(5000))[:-2000], ["damaged"]),
     "cut off tar": ("a.tar.gz", tar({"a.txt": os.urandom(5000)})[:-2000], ["damaged"]),
     "cut off xz": ("a.txt.xz", lzma.compress(os.urandom(5000))[:-2000], ["damaged"]),
+    "zip with a name that is not UTF-8": (
+        "a.zip",
+        zipped({"é.txt": b"hello"}).replace("é".encode(), b"\xff\xfe"),
+        ["damaged"],
+    ),
+    "zip of a later version": ("a.zip", _patched(6, b"\x63"), ["damaged"]),
+    "tar with a bad sparse map": ("a.tar", _sparse(map="0,x", size="5"), ["damaged"]),
+    "tar with a bad sparse size": ("a.tar", _sparse(size="q"), ["damaged"]),
     "no zip": ("a.zip", b"PK\x03\x04 nothing", ["damaged"]),
     "binary": ("a.txt", b"text\0more", ["binary"]),
     "broken encoding": ("a.txt", bytes(range(128, 256)) * 9, ["encoding"]),

@@ -56,10 +56,12 @@ def texts(path: Path, name: str, limits: LimitConfig, field: str, extract: Extra
             yield one_document(name, raw, kind, limits, extract)
     except Refused as refusal:
         yield Skipped(name, str(refusal))
-    except (OSError, EOFError, zlib.error, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile):
-        yield Skipped(name, "damaged")
     except MemoryError:
         yield Skipped(name, "bomb")
+    except ImportError:
+        raise
+    except Exception:  # parsers of hostile files raise almost anything
+        yield Skipped(name, "damaged")
 
 
 def _container(
