@@ -54,9 +54,9 @@ def tar(members: dict[str, bytes], mode: str = "w:gz") -> bytes:
     return raw.getvalue()
 
 
-def zipped(members: dict[str, bytes]) -> bytes:
+def zipped(members: dict[str, bytes], method: int = zipfile.ZIP_DEFLATED) -> bytes:
     raw = io.BytesIO()
-    with zipfile.ZipFile(raw, "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(raw, "w", method) as archive:
         for name, content in members.items():
             archive.writestr(name, content)
     return raw.getvalue()
@@ -168,6 +168,14 @@ def _patched(offset: int, value: bytes) -> bytes:
     return bytes(raw)
 
 
+def _bzip2_bomb() -> bytes:
+    raw = bytearray(zipped({"b.txt": b"a" * (24 << 20)}, zipfile.ZIP_BZIP2))
+    for sign, at in ((b"PK\x03\x04", 22), (b"PK\x01\x02", 24)):
+        at += raw.rindex(sign)
+        raw[at : at + 4] = (100).to_bytes(4, "little")
+    return bytes(raw)
+
+
 def _sparse(**headers: str) -> bytes:
     raw = io.BytesIO()
     with tarfile.open(fileobj=raw, mode="w", format=tarfile.PAX_FORMAT) as archive:
@@ -188,6 +196,8 @@ HOSTILE: dict[str, tuple[str, bytes, list[str]]] = {
     "zip bomb": ("a.zip", zipped({f"{n}.txt": b"a" * 99_000 for n in range(49)}), ["bomb"]),
     "zip of a bomb": ("a.zip", zipped({"b.txt": b"a" * (24 << 20)}), ["too_large"]),
     "zip of a gzip bomb": ("a.zip", zipped({"b.txt.gz": gzip.compress(b"a" * (24 << 20))}), ["too_large"]),
+    "zip of a bzip2 bomb": ("a.zip", zipped({"b.txt": b"a" * (24 << 20)}, zipfile.ZIP_BZIP2), ["too_large"]),
+    "zip of a bzip2 bomb that claims to be small": ("a.zip", _bzip2_bomb(), ["unsupported_compression"]),
     "many members": ("a.zip", zipped({f"{n}.txt": b"a" for n in range(51)}), ["too_many_members"]),
     "many members in a tar": ("a.tar.gz", tar({f"{n}.png": b"" for n in range(51)}), ["too_many_members"]),
     "nested archive": ("a.zip", zipped({"b.zip": zipped({"c.txt": b"c"})}), ["nested"]),

@@ -80,8 +80,8 @@ def _container(
             yield from _members(_tar(archive, limits), name, limits, extract)
 
 
-Member = tuple[str, "bytes | None"]
-"""Name and content of a file in an archive; None for one that is too large."""
+Member = tuple[str, "bytes | str"]
+"""Name of a file in an archive, and its content or a key of `REASONS`."""
 
 
 def _zip(archive: zipfile.ZipFile, limits: LimitConfig, room: int) -> Iterator[Member]:
@@ -93,6 +93,13 @@ def _zip(archive: zipfile.ZipFile, limits: LimitConfig, room: int) -> Iterator[M
             continue
         if entry.flag_bits & 1:
             raise Refused("encrypted")
+        if entry.file_size > limits.document_bytes:
+            yield entry.filename, "too_large"
+            continue
+        if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            # zipfile decompresses the other methods without a bound, whatever size the entry claims
+            yield entry.filename, "unsupported_compression"
+            continue
         try:
             with archive.open(entry) as file:
                 raw = file.read(limits.document_bytes + 1)
@@ -101,7 +108,7 @@ def _zip(archive: zipfile.ZipFile, limits: LimitConfig, room: int) -> Iterator[M
         room -= len(raw)
         if room < 0:
             raise Refused("bomb")
-        yield entry.filename, raw if len(raw) <= limits.document_bytes else None
+        yield entry.filename, raw if len(raw) <= limits.document_bytes else "too_large"
 
 
 def _tar(archive: tarfile.TarFile, limits: LimitConfig) -> Iterator[Member]:
@@ -112,7 +119,7 @@ def _tar(archive: tarfile.TarFile, limits: LimitConfig) -> Iterator[Member]:
         if not entry.isreg() or file_type(entry.name) is None:
             continue
         if entry.size > limits.document_bytes:
-            yield entry.name, None
+            yield entry.name, "too_large"
             continue
         file = archive.extractfile(entry)
         yield entry.name, file.read() if file is not None else b""
@@ -124,8 +131,8 @@ def _members(members: Iterator[Member], name: str, limits: LimitConfig, extract:
         place, kind = f"{name}!{plain}", file_type(inner)
         if any(part.startswith(".") for part in plain.split("/")) or kind is None:
             continue
-        if raw is None:
-            yield Skipped(place, "too_large")
+        if isinstance(raw, str):
+            yield Skipped(place, raw)
         elif kind.format in ("archive", "warc", "jsonl", "parquet", "dictionary"):
             yield Skipped(place, "nested")
         elif raw:

@@ -26,6 +26,7 @@ REASONS = {
     "crashed": "extraction died or ran out of memory",
     "malformed": "a record without text",
     "encrypted": "needs a password",
+    "unsupported_compression": "in a zip file, neither stored nor deflated",
 }
 """Why a file or a record is skipped."""
 
