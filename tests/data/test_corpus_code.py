@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import hypothesis
@@ -111,3 +112,20 @@ def test_packages_and_documentation_say_their_license(tmp_path: Path) -> None:
     licenses = Licenses(tmp_path)
     names = "p/a.py", "q.py", "bash/README", "mine/x/y.c", "none/a.py"
     assert [licenses.of(name) for name in names] == ["MIT OR Apache-2.0"] * 2 + ["GPL-3.0-or-later", "Unlicense", ""]
+
+
+def test_hostile_metadata_of_packages_says_nothing(tmp_path: Path) -> None:
+    folders = {name: tmp_path / f"{name}-1.dist-info" for name in ("pipe", "link", "record", "large", "good")}
+    for name, folder in folders.items():
+        folder.mkdir()
+        (folder / "RECORD").write_text(f"{name}/a.py,,\n")
+        if name in ("record", "good"):
+            (folder / "METADATA").write_text("Name: x\nLicense-Expression: MIT\n")
+    (folders["record"] / "RECORD").write_text("a" * 200_000 + ",,\n")
+    (folders["link"] / "METADATA").symlink_to("/dev/zero")
+    os.mkfifo(folders["pipe"] / "METADATA")
+    with (folders["large"] / "METADATA").open("w") as file:
+        file.truncate(1 << 40)
+    (tmp_path / "aside-1.dist-info").symlink_to(folders["good"])
+    licenses = Licenses(tmp_path)
+    assert [licenses.of(f"{name}/a.py") for name in folders] == ["", "", "", "", "MIT"]

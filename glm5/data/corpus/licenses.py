@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
 from pathlib import Path
 
@@ -14,6 +15,7 @@ PERMISSIVE = (
 )
 """Licenses that ask for little more than their text; a recipe's `licenses = ["permissive"]` stands for them."""
 _MOST = 1 << 20
+_MOST_METADATA = 16 << 20  # bytes; the largest packages list tens of thousands of files
 _MOST_EXPRESSION = 500
 _TAG = re.compile(r"SPDX-License-Identifier:\s*\(?([A-Za-z0-9.+-]+(?:\s+(?:OR|AND|WITH)\s+[A-Za-z0-9.+-]+)*)")
 _PHRASES = (
@@ -83,11 +85,14 @@ class Licenses:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._known: dict[str, str] = {}
-        for distribution in importlib.metadata.distributions(path=[str(root)]) if root.is_dir() else ():
+        for folder in sorted(root.iterdir()) if root.is_dir() else ():
+            if folder.suffix not in (".dist-info", ".egg-info") or folder.is_symlink():
+                continue
+            distribution = _Distribution(folder)
             try:
                 license = _of_metadata(distribution)
                 tops = {file.parts[0] for file in distribution.files or ()}
-            except (OSError, ValueError, UnicodeError, LookupError):
+            except Exception:  # its parsers of hostile files raise almost anything
                 continue
             self._known |= dict.fromkeys(tops, license)
 
@@ -112,6 +117,21 @@ class Licenses:
             if license := _of_copyright(text) or recognised(text):
                 return license
         return ""
+
+
+class _Distribution(importlib.metadata.PathDistribution):
+    """An installed package whose files are hostile: none is a link, a pipe or a device, or large."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._folder = folder
+
+    def read_text(self, filename: str | os.PathLike[str]) -> str | None:
+        path = self._folder / filename
+        try:
+            return None if path.is_symlink() else read_small(path, _MOST_METADATA).decode("utf-8", "replace")
+        except OSError:
+            return None
 
 
 def _of_copyright(text: str) -> str:
