@@ -9,8 +9,9 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
+from glm5.data.corpus.kinds import file_type
 from glm5.data.corpus.licenses import Licenses, allowed, recognised, spdx, tagged
-from glm5.data.corpus.repository import concatenated, dependency_order
+from glm5.data.corpus.repository import Paths, concatenated, dependency_order
 
 
 def ordered(**files: str) -> list[str]:
@@ -73,6 +74,15 @@ def test_files_are_joined_up_to_the_limit() -> None:
     assert [paths for paths, _ in found] == [["a.py", "b.py"], ["c.py"]]
     assert found[1][1] == f"# c.py\n{'c' * 50}\n"
     assert [paths for paths, _ in concatenated(files, 1)] == [["a.py"], ["b.py"], ["c.py"]]
+
+
+def test_no_file_takes_the_place_of_another_of_its_name() -> None:
+    paths = Paths()
+    files = {paths.unlike(name): (f"x = {n}", "Python") for n, name in enumerate(["m.py", "m.py", "a.py", "m.py"])}
+    assert list(files) == ["m.py", "m.py~2", "a.py", "m.py~3"]
+    assert all(file_type(name) is None for name in files if "~" in name)
+    ((_, text),) = concatenated(files, 1000)
+    assert all(f"x = {n}\n" in text for n in range(4))
 
 
 def test_licenses_are_recognised() -> None:

@@ -23,7 +23,7 @@ from glm5.data.corpus.formats import texts
 from glm5.data.corpus.kinds import file_type
 from glm5.data.corpus.licenses import allowed, tagged
 from glm5.data.corpus.plan import GIT, Input, planned
-from glm5.data.corpus.repository import concatenated
+from glm5.data.corpus.repository import Paths, concatenated
 from glm5.data.corpus.samples import Samples
 from glm5.data.corpus.text import Extract, Extracted, Found, Skipped, Text, extract_here, tidy
 from glm5.data.documents import ReadReport
@@ -59,6 +59,7 @@ class ReadInputs(PipelineStep):
                 joined = bool(one.members) or (one.path.startswith(GIT) and self.sources[one.source].repositories)
                 prefix = "/".join(one.members[0].name.split("/")[:2] if one.members else [one.name]) + "/"
                 code: dict[str, Text] = {}
+                paths = Paths()
                 for member in one.members or (one,):
                     self.stat_update("files")
                     for found in self._texts(member, extract):
@@ -68,7 +69,7 @@ class ReadInputs(PipelineStep):
                             self.stat_update("dropped", f"dropped_{reason}")
                             samples.add(reason, found.name, found.text if isinstance(found, Text) else "")
                         elif joined and found.code:
-                            code[found.name.removeprefix(prefix)] = found
+                            code[paths.unlike(found.name.removeprefix(prefix))] = found
                         else:
                             self.stat_update("forwarded")
                             yield _document(found, member)
