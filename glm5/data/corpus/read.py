@@ -21,10 +21,11 @@ from glm5.config.corpus import FilterConfig, LimitConfig, SourceConfig
 from glm5.data.corpus.filters import rule_set
 from glm5.data.corpus.formats import texts
 from glm5.data.corpus.kinds import file_type
-from glm5.data.corpus.licenses import allowed, tagged
+from glm5.data.corpus.licenses import tagged
 from glm5.data.corpus.plan import GIT, Input, planned
 from glm5.data.corpus.repository import Paths, concatenated
 from glm5.data.corpus.samples import Samples
+from glm5.data.corpus.spdx import all_of, allowed
 from glm5.data.corpus.text import Extract, Extracted, Found, Skipped, Text, extract_here, tidy
 from glm5.data.documents import ReadReport
 from glm5.data.git import read_git
@@ -104,9 +105,7 @@ class ReadInputs(PipelineStep):
             self.stat_update("joined", value=len(paths))
             self.stat_update("forwarded", "joined_documents")
             languages = Counter(files[path].code for path in paths)
-            licenses = {license for path in paths if (license := _license(files[path], one))}
-            plainly = (f"({license})" if " OR " in license and len(licenses) > 1 else license for license in licenses)
-            more = {"license": " AND ".join(sorted(plainly)), "files": len(paths)}
+            more = {"license": all_of(_license(files[path], one) for path in paths), "files": len(paths)}
             first = files[paths[0]]
             yield _document(
                 replace(first, name=f"{one.name}#{number}", text=text, code=languages.most_common(1)[0][0], more=more),
