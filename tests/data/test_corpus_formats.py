@@ -19,7 +19,7 @@ import hypothesis.strategies as st
 import pytest
 
 from glm5.config.corpus import CorpusRecipe, LimitConfig
-from glm5.data.corpus import plan
+from glm5.data.corpus import formats, plan
 from glm5.data.corpus.formats import texts
 from glm5.data.corpus.kinds import FileType, file_type
 from glm5.data.corpus.plan import make_plan, planned, source_counts
@@ -237,6 +237,29 @@ def test_hostile_files_are_skipped_for_their_reason_in_little_memory(case: str, 
     finally:
         tracemalloc.stop()
     assert found == expected
+
+
+def test_entries_of_a_dictionary_may_overlap_only_within_bounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.dict").write_bytes(b"one two " * 100)
+    index = tmp_path / "a.index"
+    index.write_text("00database\tA\tD\none\tA\tD\ntwo\tE\tD\nuno\tA\tD\n" + "x" * 5000 + "\tE\tD\n")
+    assert [(one.name, one.text) for one in read(tmp_path / "a.dict") if isinstance(one, Text)] == [
+        ("a.dict:one", "one"),
+        ("a.dict:two", "two"),
+    ]
+    index.write_text("".join(f"w\tA\t{a}{b}\n" for a in "FGHIJKLM" for b in "ABCDEFGHIJKLMNOPQRSTUVWXYZ"))
+    found = read(tmp_path / "a.dict", limits := LimitConfig(document_bytes=1000, expansion=5))
+    assert found[-1] == Skipped("a.dict", "bomb")
+    assert sum(len(one.text) for one in found if isinstance(one, Text)) < 5000
+    monkeypatch.setattr(formats, "_MOST_ENTRIES", 100)
+    assert reasons(tmp_path / "a.dict", limits) == ["too_many_members"]
+    with index.open("w") as file:
+        file.truncate(100 << 20)
+    assert reasons(tmp_path / "a.dict", limits) == ["too_large"]
+    index.unlink()
+    assert reasons(tmp_path / "a.dict") == ["damaged"]
 
 
 @hypothesis.given(

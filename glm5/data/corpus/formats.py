@@ -26,6 +26,7 @@ from glm5.data.readers import limited_lines, read_parquet
 from glm5.errors import DataError
 
 _MOST_DICTIONARY = 256 << 20
+_MOST_INDEX, _MOST_ENTRIES, _MOST_LINE = 64 << 20, 1 << 20, 1 << 12
 _BASE64 = {
     char: value for value, char in enumerate(string.ascii_uppercase + string.ascii_lowercase + string.digits + "+/")
 }
@@ -44,8 +45,9 @@ def texts(path: Path, name: str, limits: LimitConfig, field: str, extract: Extra
                 yield from _warc(file, name, limits, extract)
         elif kind.format == "dictionary":
             with opened(path, limits.input_bytes) as file:
-                content = Bounded(decompressed(file, kind.compression), room_of(file, limits), _MOST_DICTIONARY).rest()
-            yield from _dictionary(path, content, name, limits)
+                room = room_of(file, limits)
+                content = Bounded(decompressed(file, kind.compression), room, _MOST_DICTIONARY).rest()
+            yield from _dictionary(path, content, name, limits, room)
         elif kind.format in ("jsonl", "archive"):
             with opened(path, limits.input_bytes) as file:
                 yield from _container(file, kind, name, limits, field, extract)
@@ -165,25 +167,30 @@ def _jsonl(stream: Bounded, name: str, limits: LimitConfig, field: str) -> Itera
         yield checked(Text(place, tidy(text), "prose", "jsonl", None, known), limits)
 
 
-def _dictionary(path: Path, content: bytes, name: str, limits: LimitConfig) -> Iterator[Found]:
-    """Entries of a dictionary in the format of dictd: the index beside it has headword, start and length per line."""
-    try:
-        with opened(path.with_name(path.name.partition(".dict")[0] + ".index"), limits.input_bytes) as file:
-            lines = file.read().decode("utf-8", "replace").splitlines()
-    except Refused:
-        yield Skipped(name, "damaged")
-        return
+def _dictionary(path: Path, content: bytes, name: str, limits: LimitConfig, room: int) -> Iterator[Found]:
+    """Entries of a dictionary in the format of dictd: the index beside it has headword, start and length per line.
+    Entries may overlap; together they have at most `room` bytes."""
     spans = dict[tuple[int, int], str]()
-    for line in lines:
-        headword, *numbers = line.split("\t")
-        if (
-            len(numbers) == 2
-            and not headword.startswith("00database")
-            and all(set(n) <= _BASE64.keys() for n in numbers)
-        ):
-            spans.setdefault((_number(numbers[0]), _number(numbers[1])), headword)
+    try:
+        with opened(path.with_name(path.name.partition(".dict")[0] + ".index"), _MOST_INDEX) as file:
+            for _, line in limited_lines(cast(Any, file), _MOST_LINE):
+                headword, *numbers = (line or b"").decode("utf-8", "replace").rstrip("\r\n").split("\t")
+                if (
+                    len(numbers) == 2
+                    and not headword.startswith("00database")
+                    and all(set(n) <= _BASE64.keys() for n in numbers)
+                ):
+                    spans.setdefault((_number(numbers[0]), _number(numbers[1])), headword)
+                if len(spans) > _MOST_ENTRIES:
+                    raise Refused("too_many_members")
+    except Refused as refusal:
+        yield Skipped(name, "damaged" if str(refusal) == "unreadable" else str(refusal))
+        return
     for (start, length), headword in sorted(spans.items()):
         place, raw = f"{name}:{headword[:100]}", content[start : start + length]
+        room -= len(raw)
+        if room < 0:
+            raise Refused("bomb")
         try:
             yield checked(
                 Text(place, tidy(decode(raw)), "prose", "dictionary", None, {"title": headword[:200]}), limits
