@@ -162,6 +162,8 @@ def test_expressions_mean_what_python_says(both: tuple[str, str]) -> None:
         ("# SPDX-License-Identifier: MIT but no commercial use", UNKNOWN),
         ("# SPDX-License-Identifier: MIT AND", UNKNOWN),
         ("# SPDX-License-Identifier:", UNKNOWN),
+        ("# SPDX-License-Identifier: MIT" + " " * 500_000 + "X", UNKNOWN),
+        ("/*! SPDX-License-Identifier: MIT */" + "x " * 500_000, "MIT"),
         ("# SPDX-License-Identifier: MIT\n# SPDX-License-Identifier: X OR Y\n", "MIT AND (X OR Y)"),
         ("#" * 2970 + "\n# SPDX-License-Identifier: MIT AND X", "MIT AND X"),
     ],

@@ -1,5 +1,5 @@
-"""Licenses of files and packages, from what they say of themselves. A license is an expression
-of SPDX, `spdx.UNKNOWN` if what is said is not understood, or empty if nothing is said."""
+"""Licenses of files and packages, from what they say of themselves. A license is an expression of SPDX,
+`spdx.UNKNOWN` if what is said is not understood, or empty if nothing is said."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST = 1 << 20
 _NEAR = 3000  # characters from the start of a file
 _MOST_METADATA = 16 << 20  # bytes; the largest packages list tens of thousands of files
 _TAG = re.compile(r"SPDX-License-Identifier:([^\n]*)")
-_END_OF_COMMENT = re.compile(r"""\*/.*|-->.*|\s*(?:\*+\)?|[#-]\}|\|?#+|["'`]+)\s*$""")
+_END_OF_COMMENT = re.compile(r"""(?:\*\)|[#-]\}|\|?#|["'`*])$""")
 _RESTRICTED = (
     ("BUSL-1.1", r"business source license"),
     ("LicenseRef-Commons-Clause", r"commons clause"),
@@ -42,12 +42,7 @@ _FAMILIES = (
         ("BSD-2-Clause", r"redistributions? (?:and use )?in source and binary forms"),
     ),
     (("MIT", r"permission is hereby granted, free of charge, to any person obtaining a copy"),),
-    (
-        (
-            "ISC",
-            r"permission to use, copy, modify, and/?(?:or)? distribute this software for any purpose with or",
-        ),
-    ),
+    (("ISC", r"permission to use, copy, modify, and/?(?:or)? distribute this software for any purpose with or"),),
     (("Unlicense", r"this is free and unencumbered software released into the public domain"),),
     (("PSF-2.0", r"python software foundation license"),),
 )
@@ -73,7 +68,7 @@ _SHORT = {
 def tagged(text: str) -> str:
     """What the SPDX tags near the start of a file say; UNKNOWN for one that is no expression."""
     lines = (found[1] for found in _TAG.finditer(text[: _NEAR + _MOST]) if found.start() < _NEAR)
-    tags = (_END_OF_COMMENT.sub("", line).strip() for line in lines)
+    tags = (_END_OF_COMMENT.sub("", re.split(r"\*/|-->", line, maxsplit=1)[0].strip()).strip() for line in lines)
     return all_of(normal(tag) or UNKNOWN for tag in tags)
 
 
@@ -182,10 +177,10 @@ def _of_copyright(text: str) -> str:
     """The license of all files in Debian's machine-readable form."""
     _, _, rest = text.partition("\nFiles: *\n")
     _, _, field = f"\n{rest}".partition("\nLicense: ")
-    field = field.partition("\n")[0].strip()
+    field = " ".join(field.partition("\n")[0].split())
     if "," in field:  # it says that "or" binds tighter than "and"
         return UNKNOWN
-    names = re.split(r"\s+(and|or)\s+", field, flags=re.IGNORECASE)
+    names = re.split(" (and|or) ", field, flags=re.IGNORECASE)
     return normal(" ".join(name.upper() if index % 2 else spdx(name) for index, name in enumerate(names)))
 
 
