@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from glm5.data.corpus.classifier import BITS, Classifier, features, train_and_evaluate
+from glm5.config.corpus import ClassifierRecipe, SourceConfig
+from glm5.data.corpus.classifier import BITS, Classifier, Evaluation, features, train_and_evaluate
+from glm5.data.corpus.labelled import _intervals, _texts
 from glm5.errors import DataError
 
 COMMON = [f"common{n}" for n in range(200)]
@@ -87,3 +90,26 @@ def test_one_class_and_damaged_folders_are_errors(tmp_path: Path) -> None:
     (tmp_path / "c" / "weights.f32").write_bytes(weights)
     with pytest.raises(DataError, match="damaged"):
         Classifier.load(tmp_path / "c")
+
+
+def test_texts_come_from_folders_repositories_and_commits(tmp_path: Path) -> None:
+    (tmp_path / "repo").mkdir()
+    (tmp_path / "repo" / "a.md").write_text("words " * 50)
+    for command in (["init", "-q"], ["add", "."], [*"-c user.name=x -c user.email=x commit -qm x".split()]):
+        subprocess.run(["git", *command], cwd=tmp_path / "repo", check=True)
+    sources = [
+        {"path": f"git:{tmp_path}/repo"},
+        {"path": str(tmp_path), "repositories": True},
+        {"path": str(tmp_path / "repo")},
+    ]
+    found = [SourceConfig.model_validate({"name": "s", **source}) for source in sources]
+    wanted = ClassifierRecipe(name="c", positive=found, negative=found, shortest=10, characters=20)
+    for source in found:
+        assert list(_texts(source, wanted, lambda format, raw: "damaged")) == [("words " * 4)[:20]]
+
+
+def test_an_evaluation_without_positives_is_an_error() -> None:
+    assert _intervals(Evaluation(1, 0, 0, 1, 1.0))["recall"].value == 1
+    for nothing in (Evaluation(0, 1, 0, 1, 0.0), Evaluation(0, 0, 1, 1, 0.0)):
+        with pytest.raises(DataError, match="more texts"):
+            _intervals(nothing)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from glm5.data.corpus.licenses import Licenses, allowed, recognised, spdx, tagged
-from glm5.data.corpus.repository import concatenated, dependency_order
+from glm5.data.corpus.kinds import file_type
+from glm5.data.corpus.licenses import Licenses, recognised, spdx, tagged
+from glm5.data.corpus.repository import Paths, concatenated, dependency_order
+from glm5.data.corpus.spdx import UNKNOWN, all_of, allowed, normal
 
 
 def ordered(**files: str) -> list[str]:
@@ -74,13 +77,22 @@ def test_files_are_joined_up_to_the_limit() -> None:
     assert [paths for paths, _ in concatenated(files, 1)] == [["a.py"], ["b.py"], ["c.py"]]
 
 
+def test_no_file_takes_the_place_of_another_of_its_name() -> None:
+    paths = Paths()
+    files = {paths.unlike(name): (f"x = {n}", "Python") for n, name in enumerate(["m.py", "m.py", "a.py", "m.py"])}
+    assert list(files) == ["m.py", "m.py~2", "a.py", "m.py~3"]
+    assert all(file_type(name) is None for name in files if "~" in name)
+    ((_, text),) = concatenated(files, 1000)
+    assert all(f"x = {n}\n" in text for n in range(4))
+
+
 def test_licenses_are_recognised() -> None:
     root = Path(__file__).parents[2]
     assert recognised((root / "LICENSE").read_text()) == "Apache-2.0"
     assert recognised("Permission is hereby granted, free of charge, to any person\n obtaining a copy") == "MIT"
     assert recognised("All rights reserved.") == ""
     assert tagged("// SPDX-License-Identifier: (MIT OR GPL-2.0-only)\n") == "MIT OR GPL-2.0-only"
-    assert spdx("Expat") == "MIT" and spdx("x" * 200) == ""
+    assert spdx("Expat") == "MIT" and spdx("see the file") == UNKNOWN and spdx(" ") == ""
 
 
 @pytest.mark.parametrize(
@@ -92,10 +104,130 @@ def test_licenses_are_recognised() -> None:
         ("MIT OR GPL-2.0-only", True),
         ("MIT AND GPL-2.0-only", False),
         ("Apache-2.0 WITH LLVM-exception AND MIT", True),
+        ("MIT WITH Commons-Clause", False),
+        ("GPL-3.0-only AND (Apache-2.0 OR MIT)", False),
+        ("(MIT OR Apache-2.0) AND GPL-2.0-only", False),
+        ("GPL-2.0-only AND MIT OR Zlib", True),
+        ("Zlib OR GPL-2.0-only AND MIT", True),
+        ("(MIT AND (GPL-2.0-only OR Zlib))", True),
+        ("mit and ISC", True),
+        ("MIT and GPL-2.0-only", False),
+        ("MIT OR", False),
+        ("MIT GPL-2.0-only", False),
+        ("(MIT", False),
+        ("MIT OR Apache-2.0)", False),
+        ("MIT, GPL-2.0-only", False),
+        ("(" * 400 + "MIT" + ")" * 400, False),
+        (UNKNOWN, False),
     ],
 )
 def test_a_license_is_allowed(license: str, answer: bool) -> None:
     assert allowed(license, ["permissive"]) is answer
+
+
+def _expressions() -> st.SearchStrategy[tuple[str, str]]:
+    """Expressions of SPDX, and the same in Python, where a permissive name is True."""
+    names = st.sampled_from([("MIT", "True"), ("GPL-2.0-only", "False"), ("Zlib", "True"), ("X", "False")])
+    return st.recursive(
+        names,
+        lambda parts: (
+            st.tuples(parts, st.sampled_from(["AND", "OR"]), parts).map(
+                lambda found: tuple(f"{a} {o} {b}" for a, o, b in zip(found[0], (found[1], found[1].lower()), found[2]))
+            )
+            | parts.map(lambda part: (f"({part[0]})", f"({part[1]})"))
+        ),
+        max_leaves=8,
+    )
+
+
+@hypothesis.given(_expressions())
+def test_expressions_mean_what_python_says(both: tuple[str, str]) -> None:
+    license, python = both
+    assert allowed(license, ["permissive"]) is eval(python)
+    assert normal(normal(license)) == normal(license)
+    assert allowed(normal(license), ["permissive"]) is eval(python)
+    assert allowed(all_of([license, "X OR MIT"]), ["permissive"]) is eval(python)
+    assert not allowed(all_of([license, "X"]), ["permissive"])
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("# SPDX-License-Identifier: MIT AND (GPL-2.0-only)", "MIT AND GPL-2.0-only"),
+        ("/* SPDX-License-Identifier: (MIT OR Apache-2.0) AND X */ int a;", "(MIT OR Apache-2.0) AND X"),
+        ("<!-- SPDX-License-Identifier: mit -->", "MIT"),
+        ('"SPDX-License-Identifier: MIT"', "MIT"),
+        ("(* SPDX-License-Identifier: MIT OR (ISC AND X) *)", "MIT OR ISC AND X"),
+        ("# SPDX-License-Identifier: MIT, GPL-2.0-only", UNKNOWN),
+        ("# SPDX-License-Identifier: MIT but no commercial use", UNKNOWN),
+        ("# SPDX-License-Identifier: MIT AND", UNKNOWN),
+        ("# SPDX-License-Identifier:", UNKNOWN),
+        ("# SPDX-License-Identifier: MIT" + " " * 500_000 + "X", UNKNOWN),
+        ("/*! SPDX-License-Identifier: MIT */" + "x " * 500_000, "MIT"),
+        ("# SPDX-License-Identifier: MIT\n# SPDX-License-Identifier: X OR Y\n", "MIT AND (X OR Y)"),
+        ("#" * 2970 + "\n# SPDX-License-Identifier: MIT AND X", "MIT AND X"),
+    ],
+)
+def test_all_of_a_tag_counts(line: str, expected: str) -> None:
+    assert tagged(line) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Business Source License 1.1\nChange License: Apache License, Version 2.0", "BUSL-1.1"),
+        ('"Commons Clause" License Condition\nApache License\nVersion 2.0', "LicenseRef-Commons-Clause"),
+        ("GNU GENERAL PUBLIC LICENSE Version 3\nSome parts: Apache License, Version 2.0", ""),
+        ("GNU GENERAL PUBLIC LICENSE Version 3\nSee also the GNU Affero General Public License", "GPL-3.0-or-later"),
+        (
+            "Mozilla Public License Version 2.0 “Secondary License” means either the GNU General Public License, "
+            "Version 2.0, or any later versions of those licenses.",
+            "MPL-2.0",
+        ),
+    ],
+)
+def test_a_text_of_several_licenses_is_none_of_them(text: str, expected: str) -> None:
+    assert recognised(text) == expected
+
+
+def test_packages_and_folders_answer_with_all_that_they_say(tmp_path: Path) -> None:
+    mit = "Permission is hereby granted, free of charge, to any person obtaining a copy"
+    classifiers = "".join(
+        f"Classifier: License :: OSI Approved :: {name}\n"
+        for name in ("MIT License", "GNU General Public License v3 (GPLv3)")
+    )
+    for name, text in {
+        "evil-1.dist-info/METADATA": "Name: evil\nLicense-Expression: MIT\n",
+        "evil-1.dist-info/RECORD": "gpl/a.py,,\nodd/a.py,,\nshared/a.py,,\nplain/a.py,,\n",
+        "two-1.dist-info/METADATA": f"Name: two\n{classifiers}",
+        "two-1.dist-info/RECORD": "two/a.py,,\nshared/b.py,,\n",
+        "gpl/LICENSE": "GNU General Public License version 3",
+        "odd/LICENSE": "All rights reserved.",
+        "odd/license.py": mit,
+        "both/COPYING": "GNU General Public License version 3",
+        "both/LICENSE": mit,
+        "mixed/COPYING": f"{mit} GNU General Public License",
+        "mixed/LICENSE": mit,
+        "deb/copyright": "Format: x\nFiles: *\nLicense: Expat and GPL-3+\n",
+        "or/copyright": "Format: x\nFiles: *\nLicense: Expat or GPL-3+\n",
+        "comma/copyright": "Format: x\nFiles: *\nLicense: Expat or GPL-3+, and X\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    licenses = Licenses(tmp_path)
+    names = "plain gpl odd shared two both mixed deb or comma".split()
+    assert {name: licenses.of(f"{name}/a.py") for name in names} == {
+        "plain": "MIT",
+        "gpl": "GPL-3.0-or-later",
+        "odd": "",
+        "shared": "GPL-3.0-only AND MIT",
+        "two": "GPL-3.0-only AND MIT",
+        "both": "GPL-3.0-or-later AND MIT",
+        "mixed": "",
+        "deb": "MIT AND GPL-3.0-or-later",
+        "or": "MIT OR GPL-3.0-or-later",
+        "comma": UNKNOWN,
+    }
 
 
 def test_packages_and_documentation_say_their_license(tmp_path: Path) -> None:
@@ -111,3 +243,20 @@ def test_packages_and_documentation_say_their_license(tmp_path: Path) -> None:
     licenses = Licenses(tmp_path)
     names = "p/a.py", "q.py", "bash/README", "mine/x/y.c", "none/a.py"
     assert [licenses.of(name) for name in names] == ["MIT OR Apache-2.0"] * 2 + ["GPL-3.0-or-later", "Unlicense", ""]
+
+
+def test_hostile_metadata_of_packages_says_nothing(tmp_path: Path) -> None:
+    folders = {name: tmp_path / f"{name}-1.dist-info" for name in ("pipe", "link", "record", "large", "good")}
+    for name, folder in folders.items():
+        folder.mkdir()
+        (folder / "RECORD").write_text(f"{name}/a.py,,\n")
+        if name in ("record", "good"):
+            (folder / "METADATA").write_text("Name: x\nLicense-Expression: MIT\n")
+    (folders["record"] / "RECORD").write_text("a" * 200_000 + ",,\n")
+    (folders["link"] / "METADATA").symlink_to("/dev/zero")
+    os.mkfifo(folders["pipe"] / "METADATA")
+    with (folders["large"] / "METADATA").open("w") as file:
+        file.truncate(1 << 40)
+    (tmp_path / "aside-1.dist-info").symlink_to(folders["good"])
+    licenses = Licenses(tmp_path)
+    assert [licenses.of(f"{name}/a.py") for name in folders] == ["", "", "", "", "MIT"]

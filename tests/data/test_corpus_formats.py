@@ -19,7 +19,7 @@ import hypothesis.strategies as st
 import pytest
 
 from glm5.config.corpus import CorpusRecipe, LimitConfig
-from glm5.data.corpus import plan
+from glm5.data.corpus import formats, plan
 from glm5.data.corpus.formats import texts
 from glm5.data.corpus.kinds import FileType, file_type
 from glm5.data.corpus.plan import make_plan, planned, source_counts
@@ -54,9 +54,9 @@ def tar(members: dict[str, bytes], mode: str = "w:gz") -> bytes:
     return raw.getvalue()
 
 
-def zipped(members: dict[str, bytes]) -> bytes:
+def zipped(members: dict[str, bytes], method: int = zipfile.ZIP_DEFLATED) -> bytes:
     raw = io.BytesIO()
-    with zipfile.ZipFile(raw, "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(raw, "w", method) as archive:
         for name, content in members.items():
             archive.writestr(name, content)
     return raw.getvalue()
@@ -138,6 +138,14 @@ def test_zip_files_html_and_records(tmp_path: Path) -> None:
     ]
 
 
+def test_what_is_known_of_a_document_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(
+        json.dumps({"text": "x", "url": "u\ud800", "license": "\udfff", "path": "\udc00"})
+    )
+    (found,) = read(tmp_path / "a.jsonl")
+    assert isinstance(found, Text) and found.more == {"url": "u?", "license": "?", "path": "?"}
+
+
 def _pax_bomb() -> bytes:
     """A tar whose extended header claims, and has, 8 MB."""
     info = tarfile.TarInfo("x")
@@ -152,6 +160,31 @@ def _encrypted() -> bytes:
     return bytes(raw)
 
 
+def _patched(offset: int, value: bytes) -> bytes:
+    """A zip with other bytes in its central directory."""
+    raw = bytearray(zipped({"a.txt": b"hello"}))
+    at = raw.rfind(b"PK\x01\x02") + offset
+    raw[at : at + len(value)] = value
+    return bytes(raw)
+
+
+def _bzip2_bomb() -> bytes:
+    raw = bytearray(zipped({"b.txt": b"a" * (24 << 20)}, zipfile.ZIP_BZIP2))
+    for sign, at in ((b"PK\x03\x04", 22), (b"PK\x01\x02", 24)):
+        at += raw.rindex(sign)
+        raw[at : at + 4] = (100).to_bytes(4, "little")
+    return bytes(raw)
+
+
+def _sparse(**headers: str) -> bytes:
+    raw = io.BytesIO()
+    with tarfile.open(fileobj=raw, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        entry = tarfile.TarInfo("a.txt")
+        entry.pax_headers = {f"GNU.sparse.{name}": value for name, value in headers.items()}
+        archive.addfile(entry)
+    return raw.getvalue()
+
+
 WIDE = [{"id": lzma.FILTER_LZMA2, "dict_size": 1 << 30}]
 HOSTILE: dict[str, tuple[str, bytes, list[str]]] = {
     "gzip bomb": ("a.txt.gz", gzip.compress(b"a" * (24 << 20)), ["too_large"]),
@@ -163,6 +196,8 @@ HOSTILE: dict[str, tuple[str, bytes, list[str]]] = {
     "zip bomb": ("a.zip", zipped({f"{n}.txt": b"a" * 99_000 for n in range(49)}), ["bomb"]),
     "zip of a bomb": ("a.zip", zipped({"b.txt": b"a" * (24 << 20)}), ["too_large"]),
     "zip of a gzip bomb": ("a.zip", zipped({"b.txt.gz": gzip.compress(b"a" * (24 << 20))}), ["too_large"]),
+    "zip of a bzip2 bomb": ("a.zip", zipped({"b.txt": b"a" * (24 << 20)}, zipfile.ZIP_BZIP2), ["too_large"]),
+    "zip of a bzip2 bomb that claims to be small": ("a.zip", _bzip2_bomb(), ["unsupported_compression"]),
     "many members": ("a.zip", zipped({f"{n}.txt": b"a" for n in range(51)}), ["too_many_members"]),
     "many members in a tar": ("a.tar.gz", tar({f"{n}.png": b"" for n in range(51)}), ["too_many_members"]),
     "nested archive": ("a.zip", zipped({"b.zip": zipped({"c.txt": b"c"})}), ["nested"]),
@@ -170,6 +205,14 @@ HOSTILE: dict[str, tuple[str, bytes, list[str]]] = {
     "cut off gzip": ("a.txt.gz", gzip.compress(os.urandom(5000))[:-2000], ["damaged"]),
     "cut off tar": ("a.tar.gz", tar({"a.txt": os.urandom(5000)})[:-2000], ["damaged"]),
     "cut off xz": ("a.txt.xz", lzma.compress(os.urandom(5000))[:-2000], ["damaged"]),
+    "zip with a name that is not UTF-8": (
+        "a.zip",
+        zipped({"é.txt": b"hello"}).replace("é".encode(), b"\xff\xfe"),
+        ["damaged"],
+    ),
+    "zip of a later version": ("a.zip", _patched(6, b"\x63"), ["damaged"]),
+    "tar with a bad sparse map": ("a.tar", _sparse(map="0,x", size="5"), ["damaged"]),
+    "tar with a bad sparse size": ("a.tar", _sparse(size="q"), ["damaged"]),
     "no zip": ("a.zip", b"PK\x03\x04 nothing", ["damaged"]),
     "binary": ("a.txt", b"text\0more", ["binary"]),
     "broken encoding": ("a.txt", bytes(range(128, 256)) * 9, ["encoding"]),
@@ -194,6 +237,29 @@ def test_hostile_files_are_skipped_for_their_reason_in_little_memory(case: str, 
     finally:
         tracemalloc.stop()
     assert found == expected
+
+
+def test_entries_of_a_dictionary_may_overlap_only_within_bounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.dict").write_bytes(b"one two " * 100)
+    index = tmp_path / "a.index"
+    index.write_text("00database\tA\tD\none\tA\tD\ntwo\tE\tD\nuno\tA\tD\n" + "x" * 5000 + "\tE\tD\n")
+    assert [(one.name, one.text) for one in read(tmp_path / "a.dict") if isinstance(one, Text)] == [
+        ("a.dict:one", "one"),
+        ("a.dict:two", "two"),
+    ]
+    index.write_text("".join(f"w\tA\t{a}{b}\n" for a in "FGHIJKLM" for b in "ABCDEFGHIJKLMNOPQRSTUVWXYZ"))
+    found = read(tmp_path / "a.dict", limits := LimitConfig(document_bytes=1000, expansion=5))
+    assert found[-1] == Skipped("a.dict", "bomb")
+    assert sum(len(one.text) for one in found if isinstance(one, Text)) < 5000
+    monkeypatch.setattr(formats, "_MOST_ENTRIES", 100)
+    assert reasons(tmp_path / "a.dict", limits) == ["too_many_members"]
+    with index.open("w") as file:
+        file.truncate(100 << 20)
+    assert reasons(tmp_path / "a.dict", limits) == ["too_large"]
+    index.unlink()
+    assert reasons(tmp_path / "a.dict") == ["damaged"]
 
 
 @hypothesis.given(

@@ -12,6 +12,7 @@ import pytest
 from glm5.config.corpus import ClassifierRecipe, CorpusRecipe
 from glm5.config.load import dump_recipe, load_recipe
 from glm5.data.corpus import run
+from glm5.data.corpus.account import write_account
 from glm5.data.corpus.run import Progress, need_extra, run_corpus
 from glm5.data.corpus.samples import KEPT_BY, Samples
 from glm5.errors import ConfigError, DataError, MissingExtraError
@@ -119,3 +120,32 @@ def test_rare_rows_of_a_table_are_summed() -> None:
     table = bars("Licenses", "license", {f"l{n:02d}": 100 - n for n in range(30)})
     assert len(table.rows) == 21 and table.rows[-1][0] == "10 others"
     assert sum(row[1] for row in table.rows) == sum(100 - n for n in range(30))
+
+
+def test_the_account_is_refused_if_a_document_is_lost(tmp_path: Path) -> None:
+    def total(**counts: int) -> dict[str, Any]:
+        return {"name": "step", "stats": {name: {"total": n} for name, n in counts.items()}}
+
+    # 20 documents: 4 are dropped, 10 are joined to 2, the filter drops 3 of the 8.
+    read = {"total": 20, "dropped": 4, "files": 20, "bytes": 1, "joined": 10, "joined_documents": 2}
+    steps = {"read": [read, {"total": 8, "dropped": 3}], "tokens": [{}, {"total": 5}]}
+    (tmp_path / "plan").mkdir()
+    (tmp_path / "plan" / "sources.json").write_text("{}")
+    mine = recipe(tasks=1, dedup={"exact": False, "minhash": False})
+
+    def account() -> dict[str, Any]:
+        for stage, found in steps.items():
+            path = tmp_path / "work" / "log" / stage / "stats" / "00000.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps([total(**counts) for counts in found]))
+        return write_account(mine, tmp_path)
+
+    assert account()["kept"] == 5
+    for lost in (read, steps["read"][1], steps["tokens"][1]):
+        lost["total"] -= 1
+        with pytest.raises(DataError, match="does not add up"):
+            account()
+        lost["total"] += 1
+    read["joined"] -= 1  # a joined file that is in no document
+    with pytest.raises(DataError, match="9 documents were left before the step filter, which saw 8"):
+        account()

@@ -26,7 +26,7 @@ STEPS = ("read", "filter", "exact", "minhash")
 
 def write_account(recipe: CorpusRecipe, out: Path) -> dict[str, Any]:
     """Write `out/corpus.json` from the statistics of all parts, and return its content. Raises DataError for a corpus
-    without documents."""
+    without documents, or if a document is lost."""
     logs = out / "work" / "log"
     read, filtered = _steps(logs / "read", recipe.tasks)[:2]
     left = _steps(logs / "tokens", recipe.tasks)
@@ -48,6 +48,7 @@ def write_account(recipe: CorpusRecipe, out: Path) -> dict[str, Any]:
         "shards": {path.parent.name: _shard(path.parent) for path in sorted((out / "shards").glob("*/shards.json"))},
         "weights": {},
     }
+    _check(account)
     account["weights"] = _weights(recipe, account["shards"])
     atomic_write(out / FILE, json.dumps(account, indent=1) + "\n")
     if not account["kept"]:
@@ -65,6 +66,21 @@ def _steps(logs: Path, tasks: int) -> list[Counter[str]]:
             for name, value in step["stats"].items():
                 counts[name] += value["total"] if isinstance(value, dict) else value
     return found
+
+
+def _check(account: Mapping[str, Any]) -> None:
+    """Raise DataError unless every document is accounted for: documents in = dropped + joined + kept."""
+    left, joined = account["documents"], account["joined"]
+    for name, step in [*account["steps"].items(), ("shards", {"documents": account["kept"], "dropped": 0})]:
+        if step["documents"] != left:
+            raise DataError(
+                f"The account does not add up: {left:,} documents were left before the step {name}, which saw "
+                f"{step['documents']:,}. Make the corpus again in a new --out; if that does not help, it is a fault of "
+                "glm5."
+            )
+        left -= step["dropped"]
+        if name == "read":
+            left += joined["documents"] - joined["files"]
 
 
 def _dropped(counts: Counter[str]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from glm5.data.readers import limited_lines, read_parquet
 from glm5.errors import DataError
 
 _MOST_DICTIONARY = 256 << 20
+_MOST_INDEX, _MOST_ENTRIES, _MOST_LINE = 64 << 20, 1 << 20, 1 << 12
 _BASE64 = {
     char: value for value, char in enumerate(string.ascii_uppercase + string.ascii_lowercase + string.digits + "+/")
 }
@@ -44,8 +45,9 @@ def texts(path: Path, name: str, limits: LimitConfig, field: str, extract: Extra
                 yield from _warc(file, name, limits, extract)
         elif kind.format == "dictionary":
             with opened(path, limits.input_bytes) as file:
-                content = Bounded(decompressed(file, kind.compression), room_of(file, limits), _MOST_DICTIONARY).rest()
-            yield from _dictionary(path, content, name, limits)
+                room = room_of(file, limits)
+                content = Bounded(decompressed(file, kind.compression), room, _MOST_DICTIONARY).rest()
+            yield from _dictionary(path, content, name, limits, room)
         elif kind.format in ("jsonl", "archive"):
             with opened(path, limits.input_bytes) as file:
                 yield from _container(file, kind, name, limits, field, extract)
@@ -56,10 +58,12 @@ def texts(path: Path, name: str, limits: LimitConfig, field: str, extract: Extra
             yield one_document(name, raw, kind, limits, extract)
     except Refused as refusal:
         yield Skipped(name, str(refusal))
-    except (OSError, EOFError, zlib.error, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile):
-        yield Skipped(name, "damaged")
     except MemoryError:
         yield Skipped(name, "bomb")
+    except ImportError:
+        raise
+    except Exception:  # parsers of hostile files raise almost anything
+        yield Skipped(name, "damaged")
 
 
 def _container(
@@ -78,8 +82,8 @@ def _container(
             yield from _members(_tar(archive, limits), name, limits, extract)
 
 
-Member = tuple[str, "bytes | None"]
-"""Name and content of a file in an archive; None for one that is too large."""
+Member = tuple[str, "bytes | str"]
+"""Name of a file in an archive, and its content or a key of `REASONS`."""
 
 
 def _zip(archive: zipfile.ZipFile, limits: LimitConfig, room: int) -> Iterator[Member]:
@@ -91,6 +95,13 @@ def _zip(archive: zipfile.ZipFile, limits: LimitConfig, room: int) -> Iterator[M
             continue
         if entry.flag_bits & 1:
             raise Refused("encrypted")
+        if entry.file_size > limits.document_bytes:
+            yield entry.filename, "too_large"
+            continue
+        if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            # zipfile decompresses the other methods without a bound, whatever size the entry claims
+            yield entry.filename, "unsupported_compression"
+            continue
         try:
             with archive.open(entry) as file:
                 raw = file.read(limits.document_bytes + 1)
@@ -99,7 +110,7 @@ def _zip(archive: zipfile.ZipFile, limits: LimitConfig, room: int) -> Iterator[M
         room -= len(raw)
         if room < 0:
             raise Refused("bomb")
-        yield entry.filename, raw if len(raw) <= limits.document_bytes else None
+        yield entry.filename, raw if len(raw) <= limits.document_bytes else "too_large"
 
 
 def _tar(archive: tarfile.TarFile, limits: LimitConfig) -> Iterator[Member]:
@@ -110,7 +121,7 @@ def _tar(archive: tarfile.TarFile, limits: LimitConfig) -> Iterator[Member]:
         if not entry.isreg() or file_type(entry.name) is None:
             continue
         if entry.size > limits.document_bytes:
-            yield entry.name, None
+            yield entry.name, "too_large"
             continue
         file = archive.extractfile(entry)
         yield entry.name, file.read() if file is not None else b""
@@ -122,8 +133,8 @@ def _members(members: Iterator[Member], name: str, limits: LimitConfig, extract:
         place, kind = f"{name}!{plain}", file_type(inner)
         if any(part.startswith(".") for part in plain.split("/")) or kind is None:
             continue
-        if raw is None:
-            yield Skipped(place, "too_large")
+        if isinstance(raw, str):
+            yield Skipped(place, raw)
         elif kind.format in ("archive", "warc", "jsonl", "parquet", "dictionary"):
             yield Skipped(place, "nested")
         elif raw:
@@ -156,25 +167,30 @@ def _jsonl(stream: Bounded, name: str, limits: LimitConfig, field: str) -> Itera
         yield checked(Text(place, tidy(text), "prose", "jsonl", None, known), limits)
 
 
-def _dictionary(path: Path, content: bytes, name: str, limits: LimitConfig) -> Iterator[Found]:
-    """Entries of a dictionary in the format of dictd: the index beside it has headword, start and length per line."""
-    try:
-        with opened(path.with_name(path.name.partition(".dict")[0] + ".index"), limits.input_bytes) as file:
-            lines = file.read().decode("utf-8", "replace").splitlines()
-    except Refused:
-        yield Skipped(name, "damaged")
-        return
+def _dictionary(path: Path, content: bytes, name: str, limits: LimitConfig, room: int) -> Iterator[Found]:
+    """Entries of a dictionary in the format of dictd: the index beside it has headword, start and length per line.
+    Entries may overlap; together they have at most `room` bytes."""
     spans = dict[tuple[int, int], str]()
-    for line in lines:
-        headword, *numbers = line.split("\t")
-        if (
-            len(numbers) == 2
-            and not headword.startswith("00database")
-            and all(set(n) <= _BASE64.keys() for n in numbers)
-        ):
-            spans.setdefault((_number(numbers[0]), _number(numbers[1])), headword)
+    try:
+        with opened(path.with_name(path.name.partition(".dict")[0] + ".index"), _MOST_INDEX) as file:
+            for _, line in limited_lines(cast(Any, file), _MOST_LINE):
+                headword, *numbers = (line or b"").decode("utf-8", "replace").rstrip("\r\n").split("\t")
+                if (
+                    len(numbers) == 2
+                    and not headword.startswith("00database")
+                    and all(set(n) <= _BASE64.keys() for n in numbers)
+                ):
+                    spans.setdefault((_number(numbers[0]), _number(numbers[1])), headword)
+                if len(spans) > _MOST_ENTRIES:
+                    raise Refused("too_many_members")
+    except Refused as refusal:
+        yield Skipped(name, "damaged" if str(refusal) == "unreadable" else str(refusal))
+        return
     for (start, length), headword in sorted(spans.items()):
         place, raw = f"{name}:{headword[:100]}", content[start : start + length]
+        room -= len(raw)
+        if room < 0:
+            raise Refused("bomb")
         try:
             yield checked(
                 Text(place, tidy(decode(raw)), "prose", "dictionary", None, {"title": headword[:200]}), limits

@@ -18,6 +18,7 @@ from typing import Any
 from glm5.config.corpus import CorpusRecipe, SourceConfig
 from glm5.data.corpus.kinds import file_type
 from glm5.data.corpus.licenses import Licenses, recognised
+from glm5.data.corpus.spdx import all_of
 from glm5.data.documents import ReadReport
 from glm5.data.git import read_git
 from glm5.errors import DataError
@@ -137,7 +138,7 @@ def _inputs(source: SourceConfig, skipped: Counter[str]) -> Iterator[Input]:
         place = source.path if Path(source.path.removeprefix(GIT)).is_dir() else source.path.rpartition("@")[0]
         if documents:
             said = (one.text for one in documents if one.path.lower().startswith(("licen", "copying", "copyright")))
-            license = next(filter(None, map(recognised, said)), "")
+            license = all_of(map(recognised, said))
             name = f"{source.name}/{Path(place).name}"
             yield Input(source.name, f"{place}@{commit}", name, size, 0, license or source.license or "")
         return

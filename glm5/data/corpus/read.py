@@ -19,15 +19,13 @@ from datatrove.pipeline.extractors.base import ExtractorSandbox
 
 from glm5.config.corpus import FilterConfig, LimitConfig, SourceConfig
 from glm5.data.corpus.filters import rule_set
-from glm5.data.corpus.formats import texts
-from glm5.data.corpus.kinds import file_type
-from glm5.data.corpus.licenses import allowed, tagged
+from glm5.data.corpus.inputs import documents
+from glm5.data.corpus.licenses import tagged
 from glm5.data.corpus.plan import GIT, Input, planned
-from glm5.data.corpus.repository import concatenated
+from glm5.data.corpus.repository import Paths, concatenated
 from glm5.data.corpus.samples import Samples
-from glm5.data.corpus.text import Extract, Extracted, Found, Skipped, Text, extract_here, tidy
-from glm5.data.documents import ReadReport
-from glm5.data.git import read_git
+from glm5.data.corpus.spdx import all_of, allowed
+from glm5.data.corpus.text import Extract, Extracted, Skipped, Text, extract_here
 
 _PR_SET_PDEATHSIG, _SIGKILL = 1, 9
 _START = 300.0  # seconds that the start of a process may take on a busy machine
@@ -59,30 +57,22 @@ class ReadInputs(PipelineStep):
                 joined = bool(one.members) or (one.path.startswith(GIT) and self.sources[one.source].repositories)
                 prefix = "/".join(one.members[0].name.split("/")[:2] if one.members else [one.name]) + "/"
                 code: dict[str, Text] = {}
+                paths = Paths()
                 for member in one.members or (one,):
                     self.stat_update("files")
-                    for found in self._texts(member, extract):
+                    for found in documents(member, self.sources[one.source], self.limits, extract):
                         reason = found.reason if isinstance(found, Skipped) else self._unwanted(found, member)
                         self.stat_update("total")
                         if isinstance(found, Skipped) or reason:
                             self.stat_update("dropped", f"dropped_{reason}")
                             samples.add(reason, found.name, found.text if isinstance(found, Text) else "")
                         elif joined and found.code:
-                            code[found.name.removeprefix(prefix)] = found
+                            code[paths.unlike(found.name.removeprefix(prefix))] = found
                         else:
                             self.stat_update("forwarded")
                             yield _document(found, member)
                 if code:
                     yield from self._repository(one, code)
-
-    def _texts(self, one: Input, extract: Extract) -> Iterator[Found]:
-        source = self.sources[one.source]
-        if one.path.startswith(GIT):
-            found_texts = committed(one, self.limits)
-        else:
-            found_texts = texts(Path(one.path), one.name, self.limits, source.field, extract)
-        for found in found_texts:
-            yield found if isinstance(found, Skipped) or source.kind is None else replace(found, kind=source.kind)
 
     def _unwanted(self, found: Text, one: Input) -> str:
         """Why a source file is not used: its license, or what shows only file by file."""
@@ -103,26 +93,12 @@ class ReadInputs(PipelineStep):
             self.stat_update("joined", value=len(paths))
             self.stat_update("forwarded", "joined_documents")
             languages = Counter(files[path].code for path in paths)
-            licenses = {license for path in paths if (license := _license(files[path], one))}
-            plainly = (f"({license})" if " OR " in license and len(licenses) > 1 else license for license in licenses)
-            more = {"license": " AND ".join(sorted(plainly)), "files": len(paths)}
+            more = {"license": all_of(_license(files[path], one) for path in paths), "files": len(paths)}
             first = files[paths[0]]
             yield _document(
                 replace(first, name=f"{one.name}#{number}", text=text, code=languages.most_common(1)[0][0], more=more),
                 one,
             )
-
-
-def committed(one: Input, limits: LimitConfig) -> Iterator[Found]:
-    """Text files of a commit."""
-    report = ReadReport(max_bad=1 << 62)
-    report.begin(one.path)
-    for document in read_git(one.path.removeprefix(GIT), report, limits.document_bytes):
-        kind = file_type(document.path)
-        if kind is not None and kind.format == "text":
-            yield Text(f"{one.name}/{document.path}", tidy(document.text), kind.kind or "prose", "git", kind.code)
-    for reason, count in (("too_large", report.sources[-1].bad), ("binary", report.sources[-1].binary)):
-        yield from (Skipped(one.name, reason) for _ in range(count))
 
 
 def _license(found: Text, one: Input) -> str:

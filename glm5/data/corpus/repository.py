@@ -4,7 +4,7 @@ arXiv:2401.14196), so that a model sees definitions before their use."""
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
 
@@ -112,6 +112,19 @@ def _circles(needs: Mapping[str, list[str]]) -> Iterator[list[str]]:
                     yield open_[at:]
                     is_open.difference_update(open_[at:])
                     del open_[at:]
+
+
+class Paths:
+    """Paths of a repository's files, each different: an archive may have several files of one name, and names that are
+    not UTF-8 may look the same once they are text."""
+
+    def __init__(self) -> None:
+        self._seen: Counter[str] = Counter()
+
+    def unlike(self, path: str) -> str:
+        """`path`, or for another file of that name `path~2`, which is no name of source code, and so no file's own."""
+        self._seen[path] += 1
+        return path if self._seen[path] == 1 else f"{path}~{self._seen[path]}"
 
 
 def concatenated(files: Mapping[str, tuple[str, str]], limit: int) -> Iterator[tuple[list[str], str]]:

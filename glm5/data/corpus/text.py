@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from glm5.config.corpus import Kind, LimitConfig
@@ -26,6 +26,7 @@ REASONS = {
     "crashed": "extraction died or ran out of memory",
     "malformed": "a record without text",
     "encrypted": "needs a password",
+    "unsupported_compression": "in a zip file, neither stored nor deflated",
 }
 """Why a file or a record is skipped."""
 
@@ -89,12 +90,13 @@ def extracted_document(
 
 
 def checked(text: Text, limits: LimitConfig) -> Found:
-    """The document, unless it is empty or too large."""
+    """The document, what is known about it tidied, unless it is empty or too large."""
     if not text.text:
         return Skipped(text.name, "empty")
     if len(text.text) > limits.document_bytes or len(text.text.encode()) > limits.document_bytes:
         return Skipped(text.name, "too_large")
-    return text
+    known = {key: tidy(value) if isinstance(value, str) else value for key, value in text.more.items()}
+    return replace(text, more=known)
 
 
 def decode(raw: bytes) -> str:
