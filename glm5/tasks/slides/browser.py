@@ -1,7 +1,7 @@
 """Chromium for slides: where it is, how it is started without network and with fixed fonts, and one tab of it.
 
 A page is hostile until measured. Its scripts never run, a content security policy refuses every request, the browser
-has no way to a network (a proxy that does not exist, no name resolves, offline), and a page at `about:blank` may not
+has no way to a network (a proxy that does not exist, no name resolves, no UDP, offline), and a page at `about:blank` may not
 read files.
 """
 
@@ -35,6 +35,7 @@ NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chro
 FLAGS = """--disable-gpu --hide-scrollbars --font-render-hinting=none --force-color-profile=srgb --mute-audio
 --disable-background-networking --disable-component-update --disable-sync --disable-extensions --no-first-run
 --disable-remote-fonts --disable-lcd-text --proxy-server=http://127.0.0.1:9 --proxy-bypass-list=<-loopback>
+--force-webrtc-ip-handling-policy=disable_non_proxied_udp
 --disable-features=Translate,MediaRouter,OptimizationHints""".split()
 RESOLVE = "--host-resolver-rules=MAP * ~NOTFOUND"
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; form-action 'none'; base-uri 'none'"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,23 @@ def test_the_browser_tools() -> None:
         call("open")
         assert "did not answer" in call("click", target='button "Hang"')  # ends the browser
         assert 'heading "Hello"' in call("open")
+
+
+def test_webrtc_sends_nothing() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.settimeout(0.5)
+        page = f"""<h1>x</h1><script>
+        const peer = new RTCPeerConnection({{ iceServers: [{{ urls: "stun:127.0.0.1:{listener.getsockname()[1]}" }}] }});
+        peer.onicecandidate = (event) => event.candidate || console.log("gathered");
+        peer.createDataChannel("x");
+        peer.createOffer().then((offer) => peer.setLocalDescription(offer));</script>"""
+        with ProjectBrowser(project(page)) as browser:
+            browser.call("open", {})
+            with pytest.raises(TimeoutError):
+                listener.recvfrom(100)
+            browser.call("look", {})
+            assert "gathered" in browser.call("console", {})
 
 
 @needs_rooms
