@@ -37,15 +37,21 @@ MEMORY_BYTES = 1 << 30
 COMMAND_S = 30.0
 LIMITS = RoomLimits(memory_mb=1024, disk_mb=128)
 _TARGET = re.compile(r'([a-z]+)(?: "((?:[^"\\]|\\.)*)")?(?: #(\d{1,3}))?')
-_INSPECT = """(elements) => elements.slice(0, 12).map((e) => {
+DESCRIBED = "described"
+_DESCRIBED = """{ queryAll: (e) => {
   const box = e.getBoundingClientRect(), style = getComputedStyle(e), n = (x) => Math.round(x * 10) / 10;
   const names = ["display", "visibility", "color", "background-color", "fill", "stroke", "font-size", "opacity"];
   const text = (e.innerText ?? e.textContent ?? "").trim().replace(/\\s+/g, " ").slice(0, 120);
-  return e.cloneNode(false).outerHTML.slice(0, 400) + (text && ` text: "${text}"`)
+  const found = document.createElement("p");
+  found.textContent = e.cloneNode(false).outerHTML.slice(0, 400) + (text && ` text: "${text}"`)
     + " box: " + [box.x, box.y, box.width, box.height].map(n).join(", ")
     + "; " + names.map((name) => name + ": " + style.getPropertyValue(name)).join("; ");
-})"""
-"""The first elements, one line each."""
+  return [found];
+} }"""
+"""A selector engine: an element's description as the text of a new element. Playwright runs engines that are content
+scripts in an isolated world, so that nothing that the page's scripts have put in place of the language's own is used.
+`evaluate` runs in the page's world, where every answer can be forged."""
+MOST_ELEMENTS = 12
 
 
 def _spec(name: str, about: str, **arguments: str) -> dict[str, Any]:
@@ -101,6 +107,7 @@ class ProjectBrowser:
         try:
             self._driver = self._runner.run(playwright_driver().start())
             self._stack.callback(lambda: self._runner.run(self._driver.stop()))
+            self._runner.run(self._driver.selectors.register(DESCRIBED, script=_DESCRIBED, content_script=True))
             self._stack.callback(lambda: self._runner.run(self._end()))
         except BaseException:
             self._stack.close()
@@ -254,7 +261,7 @@ class ProjectBrowser:
     def _type(self, target: str, text: str) -> str:
         async def act(page: Any) -> str:
             found = await _only(page, target)
-            if await found.evaluate("(e) => e.tagName") == "SELECT":
+            if await found.and_(page.locator("select")).count():
                 await found.select_option(label=text)
             else:
                 await found.fill(text)
@@ -272,8 +279,10 @@ class ProjectBrowser:
     def _inspect(self, target: str) -> str:
         async def act(page: Any) -> str:
             found = _all(page, target)
-            rows, count = await found.evaluate_all(_INSPECT), await found.count()
-            return "\n".join([f"{count} element{'' if count == 1 else 's'}", *map(str, rows)])
+            count = await found.count()
+            shown = [found.nth(i).locator(f"{DESCRIBED}=.") for i in range(min(count, MOST_ELEMENTS))]
+            rows = [await one.text_content() or "" for one in shown]
+            return "\n".join([f"{count} element{'' if count == 1 else 's'}", *rows])
 
         return self._run(act)
 

@@ -81,6 +81,21 @@ def test_the_browser_tools() -> None:
         assert 'heading "Hello"' in call("open")
 
 
+def test_a_page_cannot_forge_what_inspect_shows() -> None:
+    page = """<h1>real</h1><select aria-label="Size"><option>small</option><option>large</option></select><script>
+    const forged = () => ["<h1>forged</h1>"];
+    for (const type of [Array, Object, String, NodeList, Element, Node, Document, HTMLElement, HTMLSelectElement])
+      for (const name of Object.getOwnPropertyNames(type.prototype))
+        try { Object.defineProperty(type.prototype, name, { get: () => forged, set: forged }) } catch {}
+    window.getComputedStyle = forged;</script>"""
+    with ProjectBrowser(project(page)) as browser:
+        browser.call("open", {})
+        shown = browser.call("inspect", {"target": "css=h1"})
+        assert shown.startswith('1 element\n<h1></h1> text: "real" box: ') and "forged" not in shown
+        assert browser.call("inspect", {"target": 'heading "real"'}) == shown
+        assert "large" in browser.call("type", {"target": "css=select", "text": "large"})
+
+
 def test_webrtc_sends_nothing() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as listener:
         listener.bind(("127.0.0.1", 0))
