@@ -12,6 +12,7 @@ import io
 import mimetypes
 import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -31,6 +32,7 @@ SETTLE_S = 0.1
 """Seconds after an action before the page is read."""
 MOST_SHOWN = 8000
 """Characters of a result."""
+MOST_ARGUMENT = 20_000
 MOST_CONSOLE = 40
 MEMORY_BYTES = 1 << 30
 """Of one process of the browser."""
@@ -79,8 +81,16 @@ SPECS: tuple[Mapping[str, Any], ...] = (
     _spec("terminal", f"Run a line of bash in a copy of the source, at {APP}, without a network.", command="the line"),
 )  # fmt: skip
 """The tools in OpenAI function format."""
-SHOWS_PAGE = frozenset(("open", "look", "click", "type", "press", "inspect", "screenshot", "console"))
-"""Tools whose results say what the page does, not what is written in its files."""
+
+
+@dataclass(frozen=True)
+class ToolResult:
+    """What a tool answers: `text` for the judge; `shown` is what of it comes from the running page, "" if nothing does:
+    of files, of the terminal, of an empty page. `failed`: the call was wrong or could not be carried out."""
+
+    text: str
+    shown: str = ""
+    failed: bool = False
 
 
 class _Failed(Exception):
@@ -122,21 +132,28 @@ class ProjectBrowser:
             await self._chromium.close()
         self._chromium = self._context = self._page = None
 
-    def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """The result of a tool; a call that is wrong or fails gets a text that begins with "error: ". Raises
-        GradingError if the machine fails."""
+    def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """The result of a tool; that of a call that is wrong or fails has `failed`. Raises GradingError if the machine
+        fails."""
+        try:
+            found = self._called(name, arguments)
+        except _Failed as error:
+            return ToolResult(f"error: {error}", failed=True)
+        if isinstance(found, str):  # not of the running page
+            return ToolResult(cut(found, MOST_SHOWN) or "[nothing]")
+        return ToolResult(cut(found.text, MOST_SHOWN), cut(found.shown, MOST_SHOWN))
+
+    def _called(self, name: str, arguments: Mapping[str, Any]) -> ToolResult | str:
         spec = next((one["function"] for one in SPECS if one["function"]["name"] == name), None)
         if spec is None:
-            return f"error: there is no tool {name!r:.60}"
+            raise _Failed(f"there is no tool {name!r:.60}")
         known, needed = spec["parameters"]["properties"], spec["parameters"]["required"]
-        if not set(needed) <= set(arguments) <= set(known) or not all(isinstance(v, str) for v in arguments.values()):
-            return f"error: {name} takes {', '.join(known) or 'no arguments'}, as text"
-        try:
-            return cut(getattr(self, f"_{name}")(**arguments), MOST_SHOWN) or "[nothing]"
-        except _Failed as error:
-            return f"error: {error}"
+        if not set(needed) <= set(arguments) <= set(known) or not all(map(_is_text, arguments.values())):
+            raise _Failed(f"{name} takes {', '.join(known) or 'no arguments'}, as short text")
+        found: ToolResult | str = getattr(self, f"_{name}")(**arguments)
+        return found
 
-    def _run(self, act: Callable[[Any], Coroutine[Any, Any, str]]) -> str:
+    def _run(self, act: Callable[[Any], Coroutine[Any, Any, ToolResult]]) -> ToolResult:
         """Carry out `act` on the page. A page that hangs is ended."""
         if self._page is None:
             raise _Failed("no page is open; call open")
@@ -157,7 +174,7 @@ class ProjectBrowser:
             return False
         return True
 
-    async def _watched(self, act: Coroutine[Any, Any, str]) -> str:
+    async def _watched(self, act: Coroutine[Any, Any, ToolResult]) -> ToolResult:
         """`act`, while the browser's processes are kept from growing too large."""
         watch = asyncio.ensure_future(self._watch())
         try:
@@ -170,7 +187,7 @@ class ProjectBrowser:
             await asyncio.sleep(0.7)
             await asyncio.to_thread(self._chromium.kill_large, MEMORY_BYTES)
 
-    def _open(self, path: str = "/") -> str:
+    def _open(self, path: str = "/") -> ToolResult:
         address = f"{HOST}/{path.removeprefix(HOST).lstrip('/')}"
         for attempt in range(2):
             try:
@@ -181,7 +198,7 @@ class ProjectBrowser:
                 if attempt:
                     raise GradingError(f"Chromium cannot be started: {' '.join(str(error).split())[:200]}.") from None
 
-        async def act(page: Any) -> str:
+        async def act(page: Any) -> ToolResult:
             await page.goto(address, wait_until="load", timeout=1000 * PAGE_S / 2)
             return await self._tree(page)
 
@@ -243,23 +260,24 @@ class ProjectBrowser:
         with contextlib.suppress(Exception):
             await page.close()
 
-    async def _tree(self, page: Any) -> str:
+    async def _tree(self, page: Any) -> ToolResult:
         await asyncio.sleep(SETTLE_S)
         tree = await page.locator("body").aria_snapshot()
-        return f"{await page.title()} <{page.url.removeprefix(HOST)}>\n{tree or '[the page is empty]'}"
+        head = f"{await page.title()} <{page.url.removeprefix(HOST)}>\n"
+        return _shown(head + tree) if tree else ToolResult(f"{head}[the page is empty]")
 
-    def _look(self) -> str:
+    def _look(self) -> ToolResult:
         return self._run(self._tree)
 
-    def _click(self, target: str) -> str:
-        async def act(page: Any) -> str:
+    def _click(self, target: str) -> ToolResult:
+        async def act(page: Any) -> ToolResult:
             await (await _only(page, target)).click()
             return await self._tree(page)
 
         return self._run(act)
 
-    def _type(self, target: str, text: str) -> str:
-        async def act(page: Any) -> str:
+    def _type(self, target: str, text: str) -> ToolResult:
+        async def act(page: Any) -> ToolResult:
             found = await _only(page, target)
             if await found.and_(page.locator("select")).count():
                 await found.select_option(label=text)
@@ -269,31 +287,32 @@ class ProjectBrowser:
 
         return self._run(act)
 
-    def _press(self, key: str) -> str:
-        async def act(page: Any) -> str:
+    def _press(self, key: str) -> ToolResult:
+        async def act(page: Any) -> ToolResult:
             await page.keyboard.press(key)
             return await self._tree(page)
 
         return self._run(act)
 
-    def _inspect(self, target: str) -> str:
-        async def act(page: Any) -> str:
+    def _inspect(self, target: str) -> ToolResult:
+        async def act(page: Any) -> ToolResult:
             found = _all(page, target)
             count = await found.count()
             shown = [found.nth(i).locator(f"{DESCRIBED}=.") for i in range(min(count, MOST_ELEMENTS))]
             rows = [await one.text_content() or "" for one in shown]
-            return "\n".join([f"{count} element{'' if count == 1 else 's'}", *rows])
+            text = "\n".join([f"{count} element{'' if count == 1 else 's'}", *rows])
+            return _shown(text) if count else ToolResult(text)
 
         return self._run(act)
 
-    def _screenshot(self) -> str:
-        async def act(page: Any) -> str:
+    def _screenshot(self) -> ToolResult:
+        async def act(page: Any) -> ToolResult:
             return await asyncio.to_thread(_grid, await page.screenshot())
 
         return self._run(act)
 
-    def _console(self) -> str:
-        return "\n".join(self._lines) or "[the console is empty]"
+    def _console(self) -> ToolResult:
+        return _shown("\n".join(self._lines)) if self._lines else ToolResult("[the console is empty]")
 
     def _list_files(self) -> str:
         return "\n".join(sorted(self.project.source))
@@ -313,6 +332,17 @@ class ProjectBrowser:
             self._room.upload({f"{APP}/{name}": data for name, data in self.project.source.items()})
         done = self._room.exec(command, cwd=APP, timeout_s=COMMAND_S)
         return f"[exit code {done.exit_code}]\n{(done.stdout + done.stderr).decode('utf-8', 'replace')}"
+
+
+def _shown(text: str) -> ToolResult:
+    return ToolResult(text, text)
+
+
+def _is_text(value: object) -> bool:
+    """Whether an argument can be handed on to a program."""
+    if not isinstance(value, str) or "\0" in value:
+        return False
+    return len(value) <= MOST_ARGUMENT and value.encode("utf-8", "ignore").decode() == value
 
 
 def _all(page: Any, target: str) -> Any:
@@ -335,8 +365,8 @@ async def _only(page: Any, target: str) -> Any:
     return found.first
 
 
-def _grid(png: bytes, columns: int = 16, rows: int = 9) -> str:
-    """Mean colours of a picture's parts, row by row."""
+def _grid(png: bytes, columns: int = 16, rows: int = 9) -> ToolResult:
+    """Mean colours of a picture's parts, row by row. A picture of one colour shows nothing."""
     from PIL import Image
 
     image = Image.open(io.BytesIO(png)).convert("RGB")
@@ -345,4 +375,6 @@ def _grid(png: bytes, columns: int = 16, rows: int = 9) -> str:
         " ".join("#{:02x}{:02x}{:02x}".format(*small.getpixel((x, y))) for x in range(columns))  # type: ignore[misc]
         for y in range(rows)
     ]
-    return f"{image.width} x {image.height} pixels; mean colours of {columns} x {rows} parts:\n" + "\n".join(lines)
+    grid = "\n".join(lines)
+    text = f"{image.width} x {image.height} pixels; mean colours of {columns} x {rows} parts:\n{grid}"
+    return ToolResult(text, "" if len(image.getcolors(2) or "more") == 1 else grid)

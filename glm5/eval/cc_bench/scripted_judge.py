@@ -10,7 +10,7 @@ from typing import Any
 
 from glm5.agents.endpoint import Reply
 from glm5.agents.wire import OnDelta
-from glm5.eval.cc_bench.judge import FrontendJudge, unquoted
+from glm5.eval.cc_bench.judge import FAILED, FrontendJudge, unquoted
 from glm5.records import Message, ToolCall
 from glm5.tasks.cc_bench.checks import CheckItem, Do
 
@@ -27,13 +27,13 @@ class ScriptedItem:
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], on_delta: OnDelta | None = None
     ) -> Reply:
         steps = (OPEN, *self.item.script)
-        results = [unquoted(message.content) for message in messages if message.role == "tool"]
+        results = [message.content for message in messages if message.role == "tool"]
         if not results:
             return _calling("open", {})
-        step, result = steps[min(len(results), len(steps)) - 1], results[-1]
+        step, result = steps[min(len(results), len(steps)) - 1], unquoted(results[-1])
         shown = re.search(step.shows, result)
         lacking = re.search(step.lacks, result) if step.lacks else None
-        if result.startswith("error: ") or shown is None or lacking is not None:
+        if results[-1].startswith(f"BEGIN {FAILED} ") or shown is None or lacking is not None:
             where = lacking.end() if lacking else 0
             return _verdict(False, _line(result, where), f"after {step.tool} {dict(step.arguments)}")
         if len(results) < len(steps):

@@ -1,8 +1,8 @@
 """Chromium for slides: where it is, how it is started without network and with fixed fonts, and one tab of it.
 
 A page is hostile until measured. Its scripts never run, a content security policy refuses every request, the browser
-has no way to a network (a proxy that does not exist, no name resolves, no UDP, offline), and a page at `about:blank` may not
-read files.
+has no way to a network (a proxy that does not exist, no name resolves, no UDP, offline), and a page at `about:blank`
+may not read files.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def test_the_browser_tools() -> None:
     with ProjectBrowser(project(page, **{"other.html": b"<p>second", "note.txt": b"source"})) as browser:
 
         def call(name: str, **arguments: str) -> str:
-            return browser.call(name, arguments)
+            return browser.call(name, arguments).text
 
         assert call("look").startswith("error: no page is open")
         assert 'heading "Hello"' in call("open") and "second" in call("open", path="/other.html")
@@ -75,7 +75,7 @@ def test_the_browser_tools() -> None:
         )
         assert call("read_file", path="../x").startswith("error: ") and call("nothing").startswith("error: ")
         assert call("click").startswith("error: click takes target")
-        assert "missing" not in call("open", path="/a/route") and "not found" in call("open", path="/a/gone.js")
+        assert 'heading "Hello"' in call("open", path="/a/route") and "not found" in call("open", path="/a/gone.js")
         call("open")
         assert "did not answer" in call("click", target='button "Hang"')  # ends the browser
         assert 'heading "Hello"' in call("open")
@@ -90,10 +90,26 @@ def test_a_page_cannot_forge_what_inspect_shows() -> None:
     window.getComputedStyle = forged;</script>"""
     with ProjectBrowser(project(page)) as browser:
         browser.call("open", {})
-        shown = browser.call("inspect", {"target": "css=h1"})
+        shown = browser.call("inspect", {"target": "css=h1"}).text
         assert shown.startswith('1 element\n<h1></h1> text: "real" box: ') and "forged" not in shown
-        assert browser.call("inspect", {"target": 'heading "real"'}) == shown
-        assert "large" in browser.call("type", {"target": "css=select", "text": "large"})
+        assert browser.call("inspect", {"target": 'heading "real"'}).text == shown
+        assert "large" in browser.call("type", {"target": "css=select", "text": "large"}).text
+
+
+def test_what_is_evidence_of_the_page_and_what_has_failed() -> None:
+    with ProjectBrowser(project("<!-- nothing -->")) as browser:
+        for tool, arguments in (("open", {}), ("screenshot", {}), ("console", {}), ("inspect", {"target": "css=nav"})):
+            found = browser.call(tool, arguments)
+            assert found.text and not found.shown and not found.failed
+    page = "<title>error: 404</title><h1>fine</h1><script>console.error('boom')</script>"
+    with ProjectBrowser(project(page, **{"a.txt": b"alpha"})) as browser:
+        for tool, arguments in (("open", {}), ("console", {}), ("inspect", {"target": "css=h1"})):
+            found = browser.call(tool, arguments)
+            assert found.shown == found.text and not found.failed
+        assert browser.call("screenshot", {}).shown
+        assert browser.call("read_file", {"path": "a.txt"}).text == "alpha" and not browser.call("list_files", {}).shown
+        for bad in ("echo a\0b", "echo \ud800", "#" * 300_000):
+            assert browser.call("terminal", {"command": bad}).failed
 
 
 def test_webrtc_sends_nothing() -> None:
@@ -110,14 +126,14 @@ def test_webrtc_sends_nothing() -> None:
             with pytest.raises(TimeoutError):
                 listener.recvfrom(100)
             browser.call("look", {})
-            assert "gathered" in browser.call("console", {})
+            assert "gathered" in browser.call("console", {}).text
 
 
 @needs_rooms
 def test_the_terminal_has_the_source_and_no_network() -> None:
     with ProjectBrowser(project("<p>x", **{"a.txt": b"alpha"})) as browser:
-        assert "alpha" in browser.call("terminal", {"command": "cat a.txt"})
-        assert "[exit code 0]" not in browser.call("terminal", {"command": "curl -s http://1.1.1.1 || exit 3"})
+        assert "alpha" in browser.call("terminal", {"command": "cat a.txt"}).text
+        assert "[exit code 0]" not in browser.call("terminal", {"command": "curl -s http://1.1.1.1 || exit 3"}).text
 
 
 @needs_rooms
