@@ -213,6 +213,7 @@ class FrontendJudge:
             for number, item in enumerate(task.items, start=1):
                 if (known or {}).get(str(number)) in (PASS, FAIL):
                     continue
+                browser.forget()
                 try:
                     found[str(number)] = ItemCheck(task, item, self.model_for(task, item), browser, told).run()
                 except EndpointError as error:

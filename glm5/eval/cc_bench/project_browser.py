@@ -110,10 +110,11 @@ class ProjectBrowser:
         self._page: Any = None
         self._lines: list[str] = []
         self._room: Room | None = None
-        self._stack = contextlib.ExitStack()
+        self._stack, self._rooms = contextlib.ExitStack(), contextlib.ExitStack()
 
     def __enter__(self) -> ProjectBrowser:
         self._stack.callback(self._runner.close)
+        self._stack.callback(self._rooms.close)
         try:
             self._driver = self._runner.run(playwright_driver().start())
             self._stack.callback(lambda: self._runner.run(self._driver.stop()))
@@ -131,6 +132,17 @@ class ProjectBrowser:
         if self._chromium is not None:
             await self._chromium.close()
         self._chromium = self._context = self._page = None
+
+    def forget(self) -> None:
+        """Begin anew: no page is open, the console is empty, and the terminal has the source as it was."""
+        if self._context is not None:
+            try:
+                self._runner.run(asyncio.wait_for(self._context.close(), ACTION_S))
+            except Exception:  # it hangs, or is gone
+                self._runner.run(self._end())
+        self._page = self._context = self._room = None
+        self._lines = []
+        self._rooms.close()
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
         """The result of a tool; that of a call that is wrong or fails has `failed`. Raises GradingError if the machine
@@ -326,7 +338,7 @@ class ProjectBrowser:
     def _terminal(self, command: str) -> str:
         if self._room is None:
             try:
-                self._room = self._stack.enter_context(open_environment({}, writable=[APP], limits=LIMITS))
+                self._room = self._rooms.enter_context(open_environment({}, writable=[APP], limits=LIMITS))
             except GradingError as error:
                 raise _Failed(f"there is no terminal on this machine: {error}") from None
             self._room.upload({f"{APP}/{name}": data for name, data in self.project.source.items()})

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import re
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from glm5.agents.endpoint import Reply
 from glm5.cli.options import app
+from glm5.eval.cc_bench.judge import FrontendJudge, unquoted
 from glm5.eval.cc_bench.project_browser import ProjectBrowser
 from glm5.eval.cc_bench.scripted_judge import ScriptedItem, scripted_judge
-from glm5.records import Message
+from glm5.records import Message, ToolCall
 from glm5.tasks import make_family
 from glm5.tasks.cc_bench.checks import PAGES, FrontendTask, frontend_task
 from glm5.tasks.cc_bench.frontend import NUMBERS
@@ -112,12 +115,42 @@ def test_what_is_evidence_of_the_page_and_what_has_failed() -> None:
             assert browser.call("terminal", {"command": bad}).failed
 
 
+@needs_rooms
+def test_no_item_sees_what_another_left() -> None:
+    class Leaves:
+        """Every item looks before it does anything, and leaves a page, a line and a file."""
+
+        def __init__(self) -> None:
+            self.calls = [
+                ("look", {}), ("console", {}), ("terminal", {"command": "ls"}),
+                ("open", {}), ("terminal", {"command": "touch left"}),
+            ]  # fmt: skip
+
+        def complete(self, messages: Any, tools: Any, on_delta: Any = None) -> Reply:
+            heard.append([unquoted(one.content) for one in messages if one.role == "tool"])
+            quote = {"passed": False, "evidence": "no page is open", "reason": ""}
+            name, arguments = self.calls.pop(0) if self.calls else ("verdict", quote)
+            return Reply(Message("assistant", tool_calls=(ToolCall(name, arguments),)), "tool_calls")
+
+    heard = list[list[str]]()
+    task = frontend_task("bars", 0)
+    judge = FrontendJudge(lambda task, item: Leaves())
+    found = judge.verdicts(
+        replace(task, items=task.items[:2]), project("<h1>x</h1><script>console.log('line')</script>")
+    )
+    assert [one.verdict for one in found.values()] == ["fail", "fail"]
+    for results in (results for results in heard if len(results) == 5):
+        assert results[:2] == ["error: no page is open; call open", "[the console is empty]"]
+        assert results[2] == "[exit code 0]\nindex.html"
+
+
 def test_webrtc_sends_nothing() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as listener:
         listener.bind(("127.0.0.1", 0))
         listener.settimeout(0.5)
         page = f"""<h1>x</h1><script>
-        const peer = new RTCPeerConnection({{ iceServers: [{{ urls: "stun:127.0.0.1:{listener.getsockname()[1]}" }}] }});
+        const server = {{ urls: "stun:127.0.0.1:{listener.getsockname()[1]}" }};
+        const peer = new RTCPeerConnection({{ iceServers: [server] }});
         peer.onicecandidate = (event) => event.candidate || console.log("gathered");
         peer.createDataChannel("x");
         peer.createOffer().then((offer) => peer.setLocalDescription(offer));</script>"""
