@@ -35,6 +35,7 @@ MOST_EVIDENCE = 1000
 PASS, FAIL, ERROR = "pass", "fail", "error"
 FAILED = "ERROR"
 """Begins the head of a block with a failed call's result; no page can write there."""
+BLANK = "the project shows nothing when it is opened"
 VERDICT: ToolSpec = {
     "type": "function",
     "function": {
@@ -207,11 +208,16 @@ class FrontendJudge:
     def verdicts(
         self, task: FrontendTask, project: Project, known: Mapping[str, str] | None = None, told: OnDelta | None = None
     ) -> dict[str, ItemVerdict]:
-        """The verdict on each item by its number from "1". Items of which `known` has a verdict are left out."""
+        """The verdict on each item by its number from "1". Items of which `known` has a verdict are left out. A project
+        that shows nothing when it is opened fails them all, for the reason `BLANK`."""
         found: dict[str, ItemVerdict] = {}
         with ProjectBrowser(project) as browser:
+            opens = browser.opens()
             for number, item in enumerate(task.items, start=1):
                 if (known or {}).get(str(number)) in (PASS, FAIL):
+                    continue
+                if not opens:
+                    found[str(number)] = ItemVerdict(FAIL, reason=BLANK)
                     continue
                 browser.forget()
                 try:
@@ -243,6 +249,8 @@ class _Job:
         if errors == len(checks):
             return next(iter(found.values())).reason
         change: dict[str, Any] = {"checks": checks, "verdicts": kept, "reward": passed / len(checks)}
+        if all(one["reason"] == BLANK for one in kept.values()):
+            change["built"] = False
         if errors:
             waiting = {"outcome": Outcome.ENV_ERROR.value, "cause": UNJUDGED}
             return change | waiting | {"error": f"the judge gave no verdict on {errors} items"}

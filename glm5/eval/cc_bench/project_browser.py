@@ -11,6 +11,7 @@ import contextlib
 import io
 import mimetypes
 import re
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,8 @@ from glm5.tasks.tools.python_tool import cut
 HOST = "http://project.test"
 ACTION_S, PAGE_S = 3.0, 15.0
 """Seconds until an element is given up, and until a page counts as hung."""
+OPENS_S = 3.0
+"""Seconds that a project has to show something."""
 SETTLE_S = 0.1
 """Seconds after an action before the page is read."""
 MOST_SHOWN = 8000
@@ -132,6 +135,18 @@ class ProjectBrowser:
         if self._chromium is not None:
             await self._chromium.close()
         self._chromium = self._context = self._page = None
+
+    def opens(self) -> bool:
+        """Whether the project shows anything in its first seconds: a tree, or a picture of more than one colour. Raises
+        GradingError if Chromium cannot be started."""
+        found = self.call("open", {})
+        until = time.monotonic() + OPENS_S
+        while not found.failed and not found.shown and not (found := self.call("screenshot", {})).shown:
+            if time.monotonic() > until:
+                return False
+            time.sleep(SETTLE_S)
+            found = self.call("look", {})
+        return not found.failed
 
     def forget(self) -> None:
         """Begin anew: no page is open, the console is empty, and the terminal has the source as it was."""

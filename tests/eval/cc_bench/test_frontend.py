@@ -144,6 +144,19 @@ def test_no_item_sees_what_another_left() -> None:
         assert results[2] == "[exit code 0]\nindex.html"
 
 
+def test_a_project_that_shows_nothing_is_not_built_and_passes_nothing() -> None:
+    problem = make_family("frontend", tools=[]).problem("heldout", 0)
+    judge = FrontendJudge(lambda task, item: pytest.fail("no model is asked"))
+    row = {"project": project("<!-- x --><script>console.log('3 open')</script>").packed(), "built": True}
+    ((_, change),) = judge.judged([(("html", 0, 0), problem, row)])
+    assert isinstance(change, dict) and change["built"] is False and change["outcome"] == "failed"
+    assert set(change["checks"].values()) == {"fail"} and change["reward"] == 0.0
+    late = "<script>setTimeout(() => document.body.append('here'), 500)</script>"
+    for page in (late, "<canvas style='background: red'></canvas>"):
+        with ProjectBrowser(project(page)) as browser:
+            assert browser.opens()
+
+
 def test_webrtc_sends_nothing() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as listener:
         listener.bind(("127.0.0.1", 0))

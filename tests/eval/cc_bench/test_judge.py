@@ -161,7 +161,11 @@ def test_rows_of_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
             return self
 
         def __exit__(self, *_: object) -> None: ...
+
         def forget(self) -> None: ...
+
+        def opens(self) -> bool:
+            return True
 
     monkeypatch.setattr(judging, "ProjectBrowser", Browser)
     problem = make_family("frontend", tools=[]).problem("heldout", 0)
