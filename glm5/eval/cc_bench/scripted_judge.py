@@ -1,5 +1,8 @@
 """A judge that follows the script of an item instead of a model: it decides our own tasks without any model, and gives
-the truth that other judges are measured against."""
+the truth that other judges are measured against.
+
+It decides by the text that tools show. A page that prints what a script looks for passes without doing it, so this is
+no judge of a policy that is not trusted."""
 
 from __future__ import annotations
 
