@@ -16,7 +16,8 @@ from typing import Any, Protocol
 from glm5.agents.endpoint import Endpoint, EndpointError, Model, Reply
 from glm5.agents.wire import OnDelta
 from glm5.errors import DataError, GradingError
-from glm5.eval.cc_bench.project_browser import SPECS, ProjectBrowser, ToolResult
+from glm5.eval.cc_bench.browser_tools import SPECS, ToolResult
+from glm5.eval.cc_bench.project_browser import ProjectBrowser
 from glm5.eval.judging import Job, run_jobs
 from glm5.eval.players import Spot
 from glm5.records import Message, Outcome, ToolCall

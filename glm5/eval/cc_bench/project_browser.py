@@ -11,13 +11,14 @@ import contextlib
 import io
 import mimetypes
 import re
+import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from glm5.errors import GradingError
+from glm5.eval.cc_bench.browser_tools import SPECS, TARGET, ToolResult, is_text, shown
 from glm5.sandbox.container import open_environment
 from glm5.sandbox.environment import RoomLimits
 from glm5.sandbox.programs import Room
@@ -35,10 +36,11 @@ SETTLE_S = 0.1
 """Seconds after an action before the page is read."""
 MOST_SHOWN = 8000
 """Characters of a result."""
-MOST_ARGUMENT = 20_000
 MOST_CONSOLE = 40
 MEMORY_BYTES = 1 << 30
 """Of one process of the browser."""
+DRIVER_BYTES = 384 << 20
+"""Of playwright's driver, which keeps what a page writes to the console until it is read."""
 COMMAND_S = 30.0
 LIMITS = RoomLimits(memory_mb=1024, disk_mb=128)
 _TARGET = re.compile(r'([a-z]+)(?: "((?:[^"\\]|\\.)*)")?(?: #(\d{1,3}))?')
@@ -59,43 +61,6 @@ scripts in an isolated world, so that nothing that the page's scripts have put i
 MOST_ELEMENTS = 12
 
 
-def _spec(name: str, about: str, **arguments: str) -> dict[str, Any]:
-    properties = {key: {"type": "string", "description": text} for key, text in arguments.items()}
-    schema = {
-        "type": "object",
-        "properties": properties,
-        "required": [k for k in arguments if k != "path" or name == "read_file"],
-    }
-    return {"type": "function", "function": {"name": name, "description": about, "parameters": schema}}
-
-
-_ON = 'a line of the tree, such as button "Add" (with #2 for the second of that name), or css=SELECTOR'
-SPECS: tuple[Mapping[str, Any], ...] = (
-    _spec("open", "Open a page of the project anew, without what was stored.", path="such as / (default) or /about"),
-    _spec("look", "The page now, as its accessibility tree."),
-    _spec("click", "Click an element; shows the page after it.", target=_ON),
-    _spec("type", "Replace a field's text, or choose an option; shows the page after it.", target=_ON, text="the text"),
-    _spec("press", "Press a key; shows the page after it.", key="such as Enter, ArrowRight, Control+z"),
-    _spec("inspect", "Elements with attributes, position and style.", target=_ON),
-    _spec("screenshot", "Size and colours of the page as a grid, for pictures and canvases."),
-    _spec("console", "What the page wrote to the console since it was opened, and its errors."),
-    _spec("list_files", "The project's source files."),
-    _spec("read_file", "A source file.", path="as listed"),
-    _spec("terminal", f"Run a line of bash in a copy of the source, at {APP}, without a network.", command="the line"),
-)  # fmt: skip
-"""The tools in OpenAI function format."""
-
-
-@dataclass(frozen=True)
-class ToolResult:
-    """What a tool answers: `text` for the judge; `shown` is what of it comes from the running page, "" if nothing does:
-    of files, of the terminal, of an empty page. `failed`: the call was wrong or could not be carried out."""
-
-    text: str
-    shown: str = ""
-    failed: bool = False
-
-
 class _Failed(Exception):
     """A call that cannot be carried out; the text is for the judge."""
 
@@ -114,15 +79,19 @@ class ProjectBrowser:
         self._lines: list[str] = []
         self._room: Room | None = None
         self._stack, self._rooms = contextlib.ExitStack(), contextlib.ExitStack()
+        self._left, self._flooded = threading.Event(), False
 
     def __enter__(self) -> ProjectBrowser:
         self._stack.callback(self._runner.close)
         self._stack.callback(self._rooms.close)
         try:
-            self._driver = self._runner.run(playwright_driver().start())
-            self._stack.callback(lambda: self._runner.run(self._driver.stop()))
-            self._runner.run(self._driver.selectors.register(DESCRIBED, script=_DESCRIBED, content_script=True))
+            self._runner.run(self._drive())
+            self._stack.callback(lambda: self._runner.run(self._stop_driver()))
             self._stack.callback(lambda: self._runner.run(self._end()))
+            watch = threading.Thread(target=self._watch, daemon=True)
+            watch.start()
+            self._stack.callback(watch.join)
+            self._stack.callback(self._left.set)
         except BaseException:
             self._stack.close()
             raise
@@ -130,6 +99,14 @@ class ProjectBrowser:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+    async def _drive(self) -> None:
+        self._driver, self._flooded = await playwright_driver().start(), False
+        await self._driver.selectors.register(DESCRIBED, script=_DESCRIBED, content_script=True)
+
+    async def _stop_driver(self) -> None:
+        with contextlib.suppress(Exception):  # it may be gone
+            await asyncio.wait_for(self._driver.stop(), ACTION_S)
 
     async def _end(self) -> None:
         if self._chromium is not None:
@@ -175,7 +152,7 @@ class ProjectBrowser:
         if spec is None:
             raise _Failed(f"there is no tool {name!r:.60}")
         known, needed = spec["parameters"]["properties"], spec["parameters"]["required"]
-        if not set(needed) <= set(arguments) <= set(known) or not all(map(_is_text, arguments.values())):
+        if not set(needed) <= set(arguments) <= set(known) or not all(map(is_text, arguments.values())):
             raise _Failed(f"{name} takes {', '.join(known) or 'no arguments'}, as short text")
         found: ToolResult | str = getattr(self, f"_{name}")(**arguments)
         return found
@@ -185,7 +162,7 @@ class ProjectBrowser:
         if self._page is None:
             raise _Failed("no page is open; call open")
         try:
-            return self._runner.run(asyncio.wait_for(self._watched(act(self._page)), PAGE_S))
+            return self._runner.run(asyncio.wait_for(act(self._page), PAGE_S))
         except _Failed:
             raise
         except Exception as error:  # of the driver: it is not visible, not enabled, the page has crashed or hangs
@@ -201,18 +178,13 @@ class ProjectBrowser:
             return False
         return True
 
-    async def _watched(self, act: Coroutine[Any, Any, ToolResult]) -> ToolResult:
-        """`act`, while the browser's processes are kept from growing too large."""
-        watch = asyncio.ensure_future(self._watch())
-        try:
-            return await act
-        finally:
-            watch.cancel()
-
-    async def _watch(self) -> None:
-        while self._chromium is not None:
-            await asyncio.sleep(0.7)
-            await asyncio.to_thread(self._chromium.kill_large, MEMORY_BYTES)
+    def _watch(self) -> None:
+        """Keep the browser from growing too large, in a call and between calls, when nobody reads what a page writes to
+        the console."""
+        while not self._left.wait(0.5):
+            if (chromium := self._chromium) is not None:
+                chromium.kill_large(MEMORY_BYTES)
+                self._flooded |= chromium.kill_flooding(DRIVER_BYTES)
 
     def _open(self, path: str = "/") -> ToolResult:
         address = f"{HOST}/{path.removeprefix(HOST).lstrip('/')}"
@@ -233,6 +205,10 @@ class ProjectBrowser:
 
     async def _fresh(self) -> None:
         """A page without cookies, storage and history."""
+        if self._flooded:
+            await self._end()
+            await self._stop_driver()
+            await self._drive()
         if self._chromium is None or not self._chromium.alive:
             self._chromium = Chromium(self._driver)
             await self._chromium.start()
@@ -291,7 +267,7 @@ class ProjectBrowser:
         await asyncio.sleep(SETTLE_S)
         tree = await page.locator("body").aria_snapshot()
         head = f"{await page.title()} <{page.url.removeprefix(HOST)}>\n"
-        return _shown(head + tree) if tree else ToolResult(f"{head}[the page is empty]")
+        return shown(head + tree) if tree else ToolResult(f"{head}[the page is empty]")
 
     def _look(self) -> ToolResult:
         return self._run(self._tree)
@@ -325,10 +301,10 @@ class ProjectBrowser:
         async def act(page: Any) -> ToolResult:
             found = _all(page, target)
             count = await found.count()
-            shown = [found.nth(i).locator(f"{DESCRIBED}=.") for i in range(min(count, MOST_ELEMENTS))]
-            rows = [await one.text_content() or "" for one in shown]
+            each = [found.nth(i).locator(f"{DESCRIBED}=.") for i in range(min(count, MOST_ELEMENTS))]
+            rows = [await one.text_content() or "" for one in each]
             text = "\n".join([f"{count} element{'' if count == 1 else 's'}", *rows])
-            return _shown(text) if count else ToolResult(text)
+            return shown(text) if count else ToolResult(text)
 
         return self._run(act)
 
@@ -339,7 +315,7 @@ class ProjectBrowser:
         return self._run(act)
 
     def _console(self) -> ToolResult:
-        return _shown("\n".join(self._lines)) if self._lines else ToolResult("[the console is empty]")
+        return shown("\n".join(self._lines)) if self._lines else ToolResult("[the console is empty]")
 
     def _list_files(self) -> str:
         return "\n".join(sorted(self.project.source))
@@ -361,24 +337,13 @@ class ProjectBrowser:
         return f"[exit code {done.exit_code}]\n{(done.stdout + done.stderr).decode('utf-8', 'replace')}"
 
 
-def _shown(text: str) -> ToolResult:
-    return ToolResult(text, text)
-
-
-def _is_text(value: object) -> bool:
-    """Whether an argument can be handed on to a program."""
-    if not isinstance(value, str) or "\0" in value:
-        return False
-    return len(value) <= MOST_ARGUMENT and value.encode("utf-8", "ignore").decode() == value
-
-
 def _all(page: Any, target: str) -> Any:
     """The elements that a target means. Raises _Failed for a target of no form."""
     if target.startswith("css="):
         return page.locator(target)
     found = _TARGET.fullmatch(target.strip().removeprefix("- ").removesuffix(":"))
     if found is None:
-        raise _Failed(f"{target!r:.200} is no target: give {_ON}")
+        raise _Failed(f"{target!r:.200} is no target: give {TARGET}")
     role, name, number = found.groups()
     elements = page.get_by_role(role, exact=True, **({} if name is None else {"name": re.sub(r"\\(.)", r"\1", name)}))
     return elements if number is None else elements.nth(int(number) - 1)

@@ -108,8 +108,8 @@ class Split:
 
 
 def split(changed: Changed) -> Split:
-    """Every changed file belongs to one part: Python files with stubs and Cython outside of the tests to `golden`, those
-    of the tests with all that lies in their folders to `tests`."""
+    """Every changed file belongs to one part: Python files, stubs and Cython outside of the tests to `golden`, those of
+    the tests with all that lies in their folders to `tests`."""
     parts: dict[str, dict[str, bytes | None]] = {"golden": {}, "tests": {}, "auto": {}}
     for path, data in changed.items():
         source = path.endswith(_SOURCE) and path != "setup.py" and not NOT_SOURCE & set(path.split("/")[:-1])

@@ -203,6 +203,18 @@ class Chromium:
                 os.kill(pid, signal.SIGKILL)
         return bool(large)
 
+    def kill_flooding(self, limit_bytes: int) -> bool:
+        """End the browser and playwright's driver, which has started it, if the driver holds more memory than this;
+        returns whether it did."""
+        processes = self._processes()
+        drivers = {driver for driver in map(_parent, processes) if _parent(driver) == os.getpid()}
+        if not any(_resident(pid) > limit_bytes for pid in drivers):
+            return False
+        for pid in (*drivers, *processes):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return True
+
     async def close(self) -> None:
         """End the browser: politely, then by force."""
         processes = self._processes()
@@ -220,8 +232,7 @@ class Chromium:
         parents = {}
         for entry in Path("/proc").iterdir() if Path("/proc").is_dir() else ():
             if entry.name.isdigit():
-                with contextlib.suppress(OSError, ValueError, IndexError):
-                    parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                parents[int(entry.name)] = _parent(int(entry.name))
         found = [pid for pid in parents if self._mark in _command(pid)]
         for pid in found:  # grows while it is walked
             found += [child for child, parent in parents.items() if parent == pid and child not in found]
@@ -232,6 +243,12 @@ def _command(pid: int) -> str:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode("utf-8", "replace")
     return ""
+
+
+def _parent(pid: int) -> int:
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0
 
 
 def _resident(pid: int) -> int:

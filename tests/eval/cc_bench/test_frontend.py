@@ -25,6 +25,7 @@ from glm5.tasks.cc_bench.kinds import KINDS
 from glm5.tasks.cc_bench.project import APP, Project, build_project
 from glm5.tasks.harbor.trial import TaskRoom
 from tests.agents.scripted_model import Say, ScriptedModel
+from tests.pages import wait_for
 from tests.rooms import needs_rooms
 from tests.tasks.cc_bench.test_frontend_tasks import NPM, TITLE
 
@@ -155,6 +156,17 @@ def test_a_project_that_shows_nothing_is_not_built_and_passes_nothing() -> None:
     for page in (late, "<canvas style='background: red'></canvas>"):
         with ProjectBrowser(project(page)) as browser:
             assert browser.opens()
+
+
+def test_a_page_that_floods_the_console_between_calls_is_ended() -> None:
+    page = "<h1>x</h1><script>setTimeout(() => setInterval(() => console.log('y'.repeat(4e6) + Math.random())), 500)"
+    with ProjectBrowser(project(f"{page}</script>")) as browser:
+        assert browser.call("open", {}).shown
+        chromium = browser._chromium
+        assert chromium is not None
+        wait_for(lambda: not chromium._processes(), 30)  # no call reads what the page writes
+        assert browser.call("look", {}).failed
+        assert browser.call("open", {}).shown
 
 
 def test_webrtc_sends_nothing() -> None:

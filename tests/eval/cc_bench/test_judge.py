@@ -11,8 +11,8 @@ import pytest
 
 from glm5.agents.endpoint import EndpointError, Reply
 from glm5.eval.cc_bench import judge as judging
+from glm5.eval.cc_bench.browser_tools import ToolResult
 from glm5.eval.cc_bench.judge import FrontendJudge, ItemCheck, missing_evidence, unquoted
-from glm5.eval.cc_bench.project_browser import ToolResult
 from glm5.eval.cc_bench.scripted_judge import ScriptedItem
 from glm5.eval.players import Played
 from glm5.eval.suite import find_suite, run_suite
