@@ -17,7 +17,7 @@ from glm5.eval.cc_bench.judge import FAILED, FrontendJudge, unquoted
 from glm5.records import Message, ToolCall
 from glm5.tasks.cc_bench.checks import CheckItem, Do
 
-OPEN = Do("open", {})
+OPEN, LOOK = Do("open", {}), Do("look", {})
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class ScriptedItem:
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], on_delta: OnDelta | None = None
     ) -> Reply:
         steps = (OPEN, *self.item.script)
+        if steps[-1].tool == "inspect":  # that it finds nothing is no evidence of what the page shows
+            steps = (*steps, LOOK)
         results = [message.content for message in messages if message.role == "tool"]
         if not results:
             return _calling("open", {})
