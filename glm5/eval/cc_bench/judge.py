@@ -16,7 +16,8 @@ from typing import Any, Protocol
 from glm5.agents.endpoint import Endpoint, EndpointError, Model, Reply
 from glm5.agents.wire import OnDelta
 from glm5.errors import DataError, GradingError
-from glm5.eval.cc_bench.project_browser import SHOWS_PAGE, SPECS, ProjectBrowser
+from glm5.eval.cc_bench.browser_tools import SPECS, ToolResult
+from glm5.eval.cc_bench.project_browser import ProjectBrowser
 from glm5.eval.judging import Job, run_jobs
 from glm5.eval.players import Spot
 from glm5.records import Message, Outcome, ToolCall
@@ -33,6 +34,9 @@ LEAST_EVIDENCE = 4
 """Characters of a quote, without white space around it."""
 MOST_EVIDENCE = 1000
 PASS, FAIL, ERROR = "pass", "fail", "error"
+FAILED = "ERROR"
+"""Begins the head of a block with a failed call's result; no page can write there."""
+BLANK = "the project shows nothing when it is opened"
 VERDICT: ToolSpec = {
     "type": "function",
     "function": {
@@ -88,19 +92,19 @@ class ItemVerdict:
 class Tools(Protocol):
     """What the judge sees of a project."""
 
-    def call(self, name: str, arguments: Mapping[str, Any]) -> str: ...
+    def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult: ...
 
 
 @dataclass
 class ItemCheck:
-    """One item on its way to a verdict. `seen` has the results of tools so far, as the judge read them."""
+    """One item on its way to a verdict. `seen` has the results of tools so far."""
 
     task: FrontendTask
     item: CheckItem
     model: Model
     tools: Tools
     on_delta: OnDelta | None = None
-    seen: list[tuple[str, str]] = field(default_factory=list)
+    seen: list[ToolResult] = field(default_factory=list)
     refused: int = 0
     _secret: str = field(default_factory=lambda: secrets.token_hex(16))
 
@@ -133,8 +137,9 @@ class ItemCheck:
             self.refused += isinstance(found, str)
             return found
         result = self.tools.call(call.name, call.arguments)
-        self.seen.append((call.name, unquoted(quoted(result))))
-        return in_blocks([(f"RESULT OF {call.name.upper():.20}", result)], self._secret)
+        self.seen.append(result)
+        head = f"{FAILED if result.failed else 'RESULT'} OF {call.name.upper():.20}"
+        return in_blocks([(head, result.text)], self._secret)
 
     def _verdict(self, given: Mapping[str, Any]) -> ItemVerdict | str:
         passed, evidence, reason = given.get("passed"), given.get("evidence"), given.get("reason", "")
@@ -145,18 +150,22 @@ class ItemCheck:
         return ItemVerdict(PASS if passed else FAIL, evidence[:MOST_EVIDENCE], reason[:MOST_EVIDENCE], len(self.seen))
 
 
-def missing_evidence(evidence: str, passed: bool, seen: Sequence[tuple[str, str]]) -> str | None:
-    """Why a quote is no evidence, or None: it must stand in one result of `seen` (tool and text), white space aside,
-    and for a pass in a result that shows what the page does."""
+def missing_evidence(evidence: str, passed: bool, seen: Sequence[ToolResult]) -> str | None:
+    """Why a quote is no evidence, or None: it must stand in one result of `seen`, white space aside, and for a pass in
+    what one showed of the running page."""
     quote = _SPACE.sub(" ", unquoted(evidence)).strip()
     if not LEAST_EVIDENCE <= len(quote) <= MOST_EVIDENCE:
         return f"the evidence must have {LEAST_EVIDENCE} to {MOST_EVIDENCE:,} characters"
-    quoted_in = [(tool, text) for tool, text in seen if quote in _SPACE.sub(" ", text)]
-    if not quoted_in:
+    if not any(quote in _as_read(one.text) for one in seen):
         return "its evidence stands in no result of a tool; quote one word for word, or look first"
-    if passed and not any(tool in SHOWS_PAGE and not text.startswith("error: ") for tool, text in quoted_in):
-        return "a pass needs evidence of what the page showed, not of files or of errors"
+    if passed and not any(quote in _as_read(one.shown) for one in seen):
+        return "a pass needs evidence of what the page showed, not of files, of errors or of an empty page"
     return None
+
+
+def _as_read(text: str) -> str:
+    """A result as the judge reads it in its block, with single spaces."""
+    return _SPACE.sub(" ", unquoted(quoted(text)))
 
 
 def unquoted(text: str) -> str:
@@ -200,12 +209,18 @@ class FrontendJudge:
     def verdicts(
         self, task: FrontendTask, project: Project, known: Mapping[str, str] | None = None, told: OnDelta | None = None
     ) -> dict[str, ItemVerdict]:
-        """The verdict on each item by its number from "1". Items of which `known` has a verdict are left out."""
+        """The verdict on each item by its number from "1". Items of which `known` has a verdict are left out. A project
+        that shows nothing when it is opened fails them all, for the reason `BLANK`."""
         found: dict[str, ItemVerdict] = {}
         with ProjectBrowser(project) as browser:
+            opens = browser.opens()
             for number, item in enumerate(task.items, start=1):
                 if (known or {}).get(str(number)) in (PASS, FAIL):
                     continue
+                if not opens:
+                    found[str(number)] = ItemVerdict(FAIL, reason=BLANK)
+                    continue
+                browser.forget()
                 try:
                     found[str(number)] = ItemCheck(task, item, self.model_for(task, item), browser, told).run()
                 except EndpointError as error:
@@ -235,6 +250,8 @@ class _Job:
         if errors == len(checks):
             return next(iter(found.values())).reason
         change: dict[str, Any] = {"checks": checks, "verdicts": kept, "reward": passed / len(checks)}
+        if all(one["reason"] == BLANK for one in kept.values()):
+            change["built"] = False
         if errors:
             waiting = {"outcome": Outcome.ENV_ERROR.value, "cause": UNJUDGED}
             return change | waiting | {"error": f"the judge gave no verdict on {errors} items"}

@@ -11,11 +11,14 @@ import contextlib
 import io
 import mimetypes
 import re
+import threading
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from glm5.errors import GradingError
+from glm5.eval.cc_bench.browser_tools import SPECS, TARGET, ToolResult, is_text, shown
 from glm5.sandbox.container import open_environment
 from glm5.sandbox.environment import RoomLimits
 from glm5.sandbox.programs import Room
@@ -27,6 +30,8 @@ from glm5.tasks.tools.python_tool import cut
 HOST = "http://project.test"
 ACTION_S, PAGE_S = 3.0, 15.0
 """Seconds until an element is given up, and until a page counts as hung."""
+OPENS_S = 3.0
+"""Seconds that a project has to show something."""
 SETTLE_S = 0.1
 """Seconds after an action before the page is read."""
 MOST_SHOWN = 8000
@@ -34,47 +39,26 @@ MOST_SHOWN = 8000
 MOST_CONSOLE = 40
 MEMORY_BYTES = 1 << 30
 """Of one process of the browser."""
+DRIVER_BYTES = 384 << 20
+"""Of playwright's driver, which keeps what a page writes to the console until it is read."""
 COMMAND_S = 30.0
 LIMITS = RoomLimits(memory_mb=1024, disk_mb=128)
 _TARGET = re.compile(r'([a-z]+)(?: "((?:[^"\\]|\\.)*)")?(?: #(\d{1,3}))?')
-_INSPECT = """(elements) => elements.slice(0, 12).map((e) => {
+DESCRIBED = "described"
+_DESCRIBED = """{ queryAll: (e) => {
   const box = e.getBoundingClientRect(), style = getComputedStyle(e), n = (x) => Math.round(x * 10) / 10;
   const names = ["display", "visibility", "color", "background-color", "fill", "stroke", "font-size", "opacity"];
   const text = (e.innerText ?? e.textContent ?? "").trim().replace(/\\s+/g, " ").slice(0, 120);
-  return e.cloneNode(false).outerHTML.slice(0, 400) + (text && ` text: "${text}"`)
+  const found = document.createElement("p");
+  found.textContent = e.cloneNode(false).outerHTML.slice(0, 400) + (text && ` text: "${text}"`)
     + " box: " + [box.x, box.y, box.width, box.height].map(n).join(", ")
     + "; " + names.map((name) => name + ": " + style.getPropertyValue(name)).join("; ");
-})"""
-"""The first elements, one line each."""
-
-
-def _spec(name: str, about: str, **arguments: str) -> dict[str, Any]:
-    properties = {key: {"type": "string", "description": text} for key, text in arguments.items()}
-    schema = {
-        "type": "object",
-        "properties": properties,
-        "required": [k for k in arguments if k != "path" or name == "read_file"],
-    }
-    return {"type": "function", "function": {"name": name, "description": about, "parameters": schema}}
-
-
-_ON = 'a line of the tree, such as button "Add" (with #2 for the second of that name), or css=SELECTOR'
-SPECS: tuple[Mapping[str, Any], ...] = (
-    _spec("open", "Open a page of the project anew, without what was stored.", path="such as / (default) or /about"),
-    _spec("look", "The page now, as its accessibility tree."),
-    _spec("click", "Click an element; shows the page after it.", target=_ON),
-    _spec("type", "Replace a field's text, or choose an option; shows the page after it.", target=_ON, text="the text"),
-    _spec("press", "Press a key; shows the page after it.", key="such as Enter, ArrowRight, Control+z"),
-    _spec("inspect", "Elements with attributes, position and style.", target=_ON),
-    _spec("screenshot", "Size and colours of the page as a grid, for pictures and canvases."),
-    _spec("console", "What the page wrote to the console since it was opened, and its errors."),
-    _spec("list_files", "The project's source files."),
-    _spec("read_file", "A source file.", path="as listed"),
-    _spec("terminal", f"Run a line of bash in a copy of the source, at {APP}, without a network.", command="the line"),
-)  # fmt: skip
-"""The tools in OpenAI function format."""
-SHOWS_PAGE = frozenset(("open", "look", "click", "type", "press", "inspect", "screenshot", "console"))
-"""Tools whose results say what the page does, not what is written in its files."""
+  return [found];
+} }"""
+"""A selector engine: an element's description as the text of a new element. Playwright runs engines that are content
+scripts in an isolated world, so that nothing that the page's scripts have put in place of the language's own is used.
+`evaluate` runs in the page's world, where every answer can be forged."""
+MOST_ELEMENTS = 12
 
 
 class _Failed(Exception):
@@ -94,14 +78,20 @@ class ProjectBrowser:
         self._page: Any = None
         self._lines: list[str] = []
         self._room: Room | None = None
-        self._stack = contextlib.ExitStack()
+        self._stack, self._rooms = contextlib.ExitStack(), contextlib.ExitStack()
+        self._left, self._flooded = threading.Event(), False
 
     def __enter__(self) -> ProjectBrowser:
         self._stack.callback(self._runner.close)
+        self._stack.callback(self._rooms.close)
         try:
-            self._driver = self._runner.run(playwright_driver().start())
-            self._stack.callback(lambda: self._runner.run(self._driver.stop()))
+            self._runner.run(self._drive())
+            self._stack.callback(lambda: self._runner.run(self._stop_driver()))
             self._stack.callback(lambda: self._runner.run(self._end()))
+            watch = threading.Thread(target=self._watch, daemon=True)
+            watch.start()
+            self._stack.callback(watch.join)
+            self._stack.callback(self._left.set)
         except BaseException:
             self._stack.close()
             raise
@@ -110,31 +100,69 @@ class ProjectBrowser:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
+    async def _drive(self) -> None:
+        self._driver, self._flooded = await playwright_driver().start(), False
+        await self._driver.selectors.register(DESCRIBED, script=_DESCRIBED, content_script=True)
+
+    async def _stop_driver(self) -> None:
+        with contextlib.suppress(Exception):  # it may be gone
+            await asyncio.wait_for(self._driver.stop(), ACTION_S)
+
     async def _end(self) -> None:
         if self._chromium is not None:
             await self._chromium.close()
         self._chromium = self._context = self._page = None
 
-    def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """The result of a tool; a call that is wrong or fails gets a text that begins with "error: ". Raises
-        GradingError if the machine fails."""
+    def opens(self) -> bool:
+        """Whether the project shows anything in its first seconds: a tree, or a picture of more than one colour. Raises
+        GradingError if Chromium cannot be started."""
+        found = self.call("open", {})
+        until = time.monotonic() + OPENS_S
+        while not found.failed and not found.shown and not (found := self.call("screenshot", {})).shown:
+            if time.monotonic() > until:
+                return False
+            time.sleep(SETTLE_S)
+            found = self.call("look", {})
+        return not found.failed
+
+    def forget(self) -> None:
+        """Begin anew: no page is open, the console is empty, and the terminal has the source as it was."""
+        if self._context is not None:
+            try:
+                self._runner.run(asyncio.wait_for(self._context.close(), ACTION_S))
+            except Exception:  # it hangs, or is gone
+                self._runner.run(self._end())
+        self._page = self._context = self._room = None
+        self._lines = []
+        self._rooms.close()
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """The result of a tool; that of a call that is wrong or fails has `failed`. Raises GradingError if the machine
+        fails."""
+        try:
+            found = self._called(name, arguments)
+        except _Failed as error:
+            return ToolResult(f"error: {error}", failed=True)
+        if isinstance(found, str):  # not of the running page
+            return ToolResult(cut(found, MOST_SHOWN) or "[nothing]")
+        return ToolResult(cut(found.text, MOST_SHOWN), cut(found.shown, MOST_SHOWN))
+
+    def _called(self, name: str, arguments: Mapping[str, Any]) -> ToolResult | str:
         spec = next((one["function"] for one in SPECS if one["function"]["name"] == name), None)
         if spec is None:
-            return f"error: there is no tool {name!r:.60}"
+            raise _Failed(f"there is no tool {name!r:.60}")
         known, needed = spec["parameters"]["properties"], spec["parameters"]["required"]
-        if not set(needed) <= set(arguments) <= set(known) or not all(isinstance(v, str) for v in arguments.values()):
-            return f"error: {name} takes {', '.join(known) or 'no arguments'}, as text"
-        try:
-            return cut(getattr(self, f"_{name}")(**arguments), MOST_SHOWN) or "[nothing]"
-        except _Failed as error:
-            return f"error: {error}"
+        if not set(needed) <= set(arguments) <= set(known) or not all(map(is_text, arguments.values())):
+            raise _Failed(f"{name} takes {', '.join(known) or 'no arguments'}, as short text")
+        found: ToolResult | str = getattr(self, f"_{name}")(**arguments)
+        return found
 
-    def _run(self, act: Callable[[Any], Coroutine[Any, Any, str]]) -> str:
+    def _run(self, act: Callable[[Any], Coroutine[Any, Any, ToolResult]]) -> ToolResult:
         """Carry out `act` on the page. A page that hangs is ended."""
         if self._page is None:
             raise _Failed("no page is open; call open")
         try:
-            return self._runner.run(asyncio.wait_for(self._watched(act(self._page)), PAGE_S))
+            return self._runner.run(asyncio.wait_for(act(self._page), PAGE_S))
         except _Failed:
             raise
         except Exception as error:  # of the driver: it is not visible, not enabled, the page has crashed or hangs
@@ -150,20 +178,15 @@ class ProjectBrowser:
             return False
         return True
 
-    async def _watched(self, act: Coroutine[Any, Any, str]) -> str:
-        """`act`, while the browser's processes are kept from growing too large."""
-        watch = asyncio.ensure_future(self._watch())
-        try:
-            return await act
-        finally:
-            watch.cancel()
+    def _watch(self) -> None:
+        """Keep the browser from growing too large, in a call and between calls, when nobody reads what a page writes to
+        the console."""
+        while not self._left.wait(0.5):
+            if (chromium := self._chromium) is not None:
+                chromium.kill_large(MEMORY_BYTES)
+                self._flooded |= chromium.kill_flooding(DRIVER_BYTES)
 
-    async def _watch(self) -> None:
-        while self._chromium is not None:
-            await asyncio.sleep(0.7)
-            await asyncio.to_thread(self._chromium.kill_large, MEMORY_BYTES)
-
-    def _open(self, path: str = "/") -> str:
+    def _open(self, path: str = "/") -> ToolResult:
         address = f"{HOST}/{path.removeprefix(HOST).lstrip('/')}"
         for attempt in range(2):
             try:
@@ -174,7 +197,7 @@ class ProjectBrowser:
                 if attempt:
                     raise GradingError(f"Chromium cannot be started: {' '.join(str(error).split())[:200]}.") from None
 
-        async def act(page: Any) -> str:
+        async def act(page: Any) -> ToolResult:
             await page.goto(address, wait_until="load", timeout=1000 * PAGE_S / 2)
             return await self._tree(page)
 
@@ -182,6 +205,10 @@ class ProjectBrowser:
 
     async def _fresh(self) -> None:
         """A page without cookies, storage and history."""
+        if self._flooded:
+            await self._end()
+            await self._stop_driver()
+            await self._drive()
         if self._chromium is None or not self._chromium.alive:
             self._chromium = Chromium(self._driver)
             await self._chromium.start()
@@ -236,25 +263,26 @@ class ProjectBrowser:
         with contextlib.suppress(Exception):
             await page.close()
 
-    async def _tree(self, page: Any) -> str:
+    async def _tree(self, page: Any) -> ToolResult:
         await asyncio.sleep(SETTLE_S)
         tree = await page.locator("body").aria_snapshot()
-        return f"{await page.title()} <{page.url.removeprefix(HOST)}>\n{tree or '[the page is empty]'}"
+        head = f"{await page.title()} <{page.url.removeprefix(HOST)}>\n"
+        return shown(head + tree) if tree else ToolResult(f"{head}[the page is empty]")
 
-    def _look(self) -> str:
+    def _look(self) -> ToolResult:
         return self._run(self._tree)
 
-    def _click(self, target: str) -> str:
-        async def act(page: Any) -> str:
+    def _click(self, target: str) -> ToolResult:
+        async def act(page: Any) -> ToolResult:
             await (await _only(page, target)).click()
             return await self._tree(page)
 
         return self._run(act)
 
-    def _type(self, target: str, text: str) -> str:
-        async def act(page: Any) -> str:
+    def _type(self, target: str, text: str) -> ToolResult:
+        async def act(page: Any) -> ToolResult:
             found = await _only(page, target)
-            if await found.evaluate("(e) => e.tagName") == "SELECT":
+            if await found.and_(page.locator("select")).count():
                 await found.select_option(label=text)
             else:
                 await found.fill(text)
@@ -262,29 +290,32 @@ class ProjectBrowser:
 
         return self._run(act)
 
-    def _press(self, key: str) -> str:
-        async def act(page: Any) -> str:
+    def _press(self, key: str) -> ToolResult:
+        async def act(page: Any) -> ToolResult:
             await page.keyboard.press(key)
             return await self._tree(page)
 
         return self._run(act)
 
-    def _inspect(self, target: str) -> str:
-        async def act(page: Any) -> str:
+    def _inspect(self, target: str) -> ToolResult:
+        async def act(page: Any) -> ToolResult:
             found = _all(page, target)
-            rows, count = await found.evaluate_all(_INSPECT), await found.count()
-            return "\n".join([f"{count} element{'' if count == 1 else 's'}", *map(str, rows)])
+            count = await found.count()
+            each = [found.nth(i).locator(f"{DESCRIBED}=.") for i in range(min(count, MOST_ELEMENTS))]
+            rows = [await one.text_content() or "" for one in each]
+            text = "\n".join([f"{count} element{'' if count == 1 else 's'}", *rows])
+            return shown(text) if count else ToolResult(text)
 
         return self._run(act)
 
-    def _screenshot(self) -> str:
-        async def act(page: Any) -> str:
+    def _screenshot(self) -> ToolResult:
+        async def act(page: Any) -> ToolResult:
             return await asyncio.to_thread(_grid, await page.screenshot())
 
         return self._run(act)
 
-    def _console(self) -> str:
-        return "\n".join(self._lines) or "[the console is empty]"
+    def _console(self) -> ToolResult:
+        return shown("\n".join(self._lines)) if self._lines else ToolResult("[the console is empty]")
 
     def _list_files(self) -> str:
         return "\n".join(sorted(self.project.source))
@@ -298,7 +329,7 @@ class ProjectBrowser:
     def _terminal(self, command: str) -> str:
         if self._room is None:
             try:
-                self._room = self._stack.enter_context(open_environment({}, writable=[APP], limits=LIMITS))
+                self._room = self._rooms.enter_context(open_environment({}, writable=[APP], limits=LIMITS))
             except GradingError as error:
                 raise _Failed(f"there is no terminal on this machine: {error}") from None
             self._room.upload({f"{APP}/{name}": data for name, data in self.project.source.items()})
@@ -312,7 +343,7 @@ def _all(page: Any, target: str) -> Any:
         return page.locator(target)
     found = _TARGET.fullmatch(target.strip().removeprefix("- ").removesuffix(":"))
     if found is None:
-        raise _Failed(f"{target!r:.200} is no target: give {_ON}")
+        raise _Failed(f"{target!r:.200} is no target: give {TARGET}")
     role, name, number = found.groups()
     elements = page.get_by_role(role, exact=True, **({} if name is None else {"name": re.sub(r"\\(.)", r"\1", name)}))
     return elements if number is None else elements.nth(int(number) - 1)
@@ -326,8 +357,8 @@ async def _only(page: Any, target: str) -> Any:
     return found.first
 
 
-def _grid(png: bytes, columns: int = 16, rows: int = 9) -> str:
-    """Mean colours of a picture's parts, row by row."""
+def _grid(png: bytes, columns: int = 16, rows: int = 9) -> ToolResult:
+    """Mean colours of a picture's parts, row by row. A picture of one colour shows nothing."""
     from PIL import Image
 
     image = Image.open(io.BytesIO(png)).convert("RGB")
@@ -336,4 +367,6 @@ def _grid(png: bytes, columns: int = 16, rows: int = 9) -> str:
         " ".join("#{:02x}{:02x}{:02x}".format(*small.getpixel((x, y))) for x in range(columns))  # type: ignore[misc]
         for y in range(rows)
     ]
-    return f"{image.width} x {image.height} pixels; mean colours of {columns} x {rows} parts:\n" + "\n".join(lines)
+    grid = "\n".join(lines)
+    text = f"{image.width} x {image.height} pixels; mean colours of {columns} x {rows} parts:\n{grid}"
+    return ToolResult(text, "" if len(image.getcolors(2) or "more") == 1 else grid)

@@ -1,5 +1,8 @@
 """A judge that follows the script of an item instead of a model: it decides our own tasks without any model, and gives
-the truth that other judges are measured against."""
+the truth that other judges are measured against.
+
+It decides by the text that tools show. A page that prints what a script looks for passes without doing it, so this is
+no judge of a policy that is not trusted."""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ from typing import Any
 
 from glm5.agents.endpoint import Reply
 from glm5.agents.wire import OnDelta
-from glm5.eval.cc_bench.judge import FrontendJudge, unquoted
+from glm5.eval.cc_bench.judge import FAILED, FrontendJudge, unquoted
 from glm5.records import Message, ToolCall
 from glm5.tasks.cc_bench.checks import CheckItem, Do
 
-OPEN = Do("open", {})
+OPEN, LOOK = Do("open", {}), Do("look", {})
 
 
 @dataclass(frozen=True)
@@ -27,13 +30,15 @@ class ScriptedItem:
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], on_delta: OnDelta | None = None
     ) -> Reply:
         steps = (OPEN, *self.item.script)
-        results = [unquoted(message.content) for message in messages if message.role == "tool"]
+        if steps[-1].tool == "inspect":  # that it finds nothing is no evidence of what the page shows
+            steps = (*steps, LOOK)
+        results = [message.content for message in messages if message.role == "tool"]
         if not results:
             return _calling("open", {})
-        step, result = steps[min(len(results), len(steps)) - 1], results[-1]
+        step, result = steps[min(len(results), len(steps)) - 1], unquoted(results[-1])
         shown = re.search(step.shows, result)
         lacking = re.search(step.lacks, result) if step.lacks else None
-        if result.startswith("error: ") or shown is None or lacking is not None:
+        if results[-1].startswith(f"BEGIN {FAILED} ") or shown is None or lacking is not None:
             where = lacking.end() if lacking else 0
             return _verdict(False, _line(result, where), f"after {step.tool} {dict(step.arguments)}")
         if len(results) < len(steps):

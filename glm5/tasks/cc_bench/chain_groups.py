@@ -21,7 +21,8 @@ NEUTRAL, PENALTY = 0.6, 0.1
 MOST_GROUP = 5
 """Changes of one task."""
 _WORD = re.compile(r"[A-Za-z]{3,}")
-_TEST = re.compile(r"(.*/)?(tests?/.*|test_[^/]*\.py|[^/]*_tests?\.py|tests?\.py|conftest\.py)")
+_TEST = re.compile(r"(.*/)?((?i:tests?)/.*|test_[^/]*\.py|[^/]*_tests?\.py|tests?\.py|conftest\.py)")
+_SOURCE = (".py", ".pyi", ".pyx", ".pxd")
 Files = Mapping[str, bytes]
 Changed = Mapping[str, bytes | None]
 """Files by path as they are after a change; None for one that is gone."""
@@ -107,11 +108,11 @@ class Split:
 
 
 def split(changed: Changed) -> Split:
-    """Every changed file belongs to one part: Python files outside of the tests to `golden`, those of the tests with
-    all that lies in their folders to `tests`."""
+    """Every changed file belongs to one part: Python files, stubs and Cython outside of the tests to `golden`, those of
+    the tests with all that lies in their folders to `tests`."""
     parts: dict[str, dict[str, bytes | None]] = {"golden": {}, "tests": {}, "auto": {}}
     for path, data in changed.items():
-        source = path.endswith(".py") and path != "setup.py" and not NOT_SOURCE & set(path.split("/")[:-1])
+        source = path.endswith(_SOURCE) and path != "setup.py" and not NOT_SOURCE & set(path.split("/")[:-1])
         parts["tests" if _TEST.fullmatch(path) else "golden" if source else "auto"][path] = data
     return Split(**parts)
 

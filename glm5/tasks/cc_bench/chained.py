@@ -121,9 +121,7 @@ class ChainEnv(RoomEnv):
         room.room.due = until
         self._found[str(number)] = "pass" if solved(room, self._source, number) else "fail"
         if number == len(self._source.checks):
-            passed = list(self._found.values()).count("pass")
-            outcome = Outcome.SOLVED if passed == number else Outcome.FAILED
-            return self._end(outcome, passed / number)
+            return self._end(Outcome.FAILED if "fail" in self._found.values() else Outcome.SOLVED)
         room.execute(room.room, COMMIT.format(number=number))
         lay(room.room, *self._source.laid(number + 1, "auto"))
         room.execute(room.room, COMMIT.format(number=f"{number + 1}, given files"))
@@ -131,7 +129,9 @@ class ChainEnv(RoomEnv):
         return StepResult(messages=(Message("user", NEXT + self._source.statement(self._now)),))
 
     def _end(self, outcome: Outcome, reward: float = 0.0, detail: dict[str, Any] | None = None) -> StepResult:
-        return super()._end(outcome, reward, {**(detail or {}), "checks": dict(self._found)})
+        """However the episode ends, the reward is the share of tasks that are solved."""
+        share = list(self._found.values()).count("pass") / len(self._source.checks)
+        return super()._end(outcome, share, {**(detail or {}), "checks": dict(self._found)})
 
 
 def lay(room: NamespaceEnvironment, files: dict[str, bytes], gone: Sequence[str]) -> None:

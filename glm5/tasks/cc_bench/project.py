@@ -100,4 +100,6 @@ def _files(room: Room, folder: str) -> dict[str, bytes]:
     }
     if len(found) > MOST_FILES or sum(map(len, found.values())) > MOST_BYTES:
         raise RoomFileError(f"more than {MOST_FILES} files or {MOST_BYTES >> 20} MiB")
+    if bad := [name for name in found if name.encode("utf-8", "ignore").decode() != name]:
+        raise RoomFileError(f"the name {bad[0]!a:.200} is not UTF-8")
     return found

@@ -1,8 +1,8 @@
 """Chromium for slides: where it is, how it is started without network and with fixed fonts, and one tab of it.
 
 A page is hostile until measured. Its scripts never run, a content security policy refuses every request, the browser
-has no way to a network (a proxy that does not exist, no name resolves, offline), and a page at `about:blank` may not
-read files.
+has no way to a network (a proxy that does not exist, no name resolves, no UDP, offline), and a page at `about:blank`
+may not read files.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chro
 FLAGS = """--disable-gpu --hide-scrollbars --font-render-hinting=none --force-color-profile=srgb --mute-audio
 --disable-background-networking --disable-component-update --disable-sync --disable-extensions --no-first-run
 --disable-remote-fonts --disable-lcd-text --proxy-server=http://127.0.0.1:9 --proxy-bypass-list=<-loopback>
+--force-webrtc-ip-handling-policy=disable_non_proxied_udp
 --disable-features=Translate,MediaRouter,OptimizationHints""".split()
 RESOLVE = "--host-resolver-rules=MAP * ~NOTFOUND"
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; form-action 'none'; base-uri 'none'"
@@ -202,6 +203,18 @@ class Chromium:
                 os.kill(pid, signal.SIGKILL)
         return bool(large)
 
+    def kill_flooding(self, limit_bytes: int) -> bool:
+        """End the browser and playwright's driver, which has started it, if the driver holds more memory than this;
+        returns whether it did."""
+        processes = self._processes()
+        drivers = {driver for driver in map(_parent, processes) if _parent(driver) == os.getpid()}
+        if not any(_resident(pid) > limit_bytes for pid in drivers):
+            return False
+        for pid in (*drivers, *processes):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return True
+
     async def close(self) -> None:
         """End the browser: politely, then by force."""
         processes = self._processes()
@@ -219,8 +232,7 @@ class Chromium:
         parents = {}
         for entry in Path("/proc").iterdir() if Path("/proc").is_dir() else ():
             if entry.name.isdigit():
-                with contextlib.suppress(OSError, ValueError, IndexError):
-                    parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                parents[int(entry.name)] = _parent(int(entry.name))
         found = [pid for pid in parents if self._mark in _command(pid)]
         for pid in found:  # grows while it is walked
             found += [child for child, parent in parents.items() if parent == pid and child not in found]
@@ -231,6 +243,12 @@ def _command(pid: int) -> str:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode("utf-8", "replace")
     return ""
+
+
+def _parent(pid: int) -> int:
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0
 
 
 def _resident(pid: int) -> int:

@@ -170,9 +170,8 @@ def from_tree(
     found = [f for f in found if not set(f.split("/")[:-1]) & NOT_SOURCE]
     if not found:
         raise DataError(f"{name} {version}: the tree has no test files.")
-    folders = {
-        "/".join(p[: i + 1]) for f in files for p in [f.split("/")[:-1]] for i, x in enumerate(p) if x in TEST_FOLDERS
-    }
+    parents = [path.split("/")[:-1] for path in files]
+    folders = {"/".join(p[: i + 1]) for p in parents for i, name in enumerate(p) if name.lower() in TEST_FOLDERS}
     protected = tuple(sorted(folders | {f for f in found if not any(f.startswith(d + "/") for d in folders)}))
     sources = tuple(f for f in files if not _is_test(f, protected) and not set(f.split("/")) & NOT_SOURCE)
     sources = tuple(f for f in sources if f not in ("setup.py", "noxfile.py", "versioneer.py", "conftest.py"))

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from glm5.agents.endpoint import Reply
 from glm5.cli.options import app
+from glm5.eval.cc_bench.judge import FrontendJudge, unquoted
 from glm5.eval.cc_bench.project_browser import ProjectBrowser
 from glm5.eval.cc_bench.scripted_judge import ScriptedItem, scripted_judge
-from glm5.records import Message
+from glm5.records import Message, ToolCall
 from glm5.tasks import make_family
 from glm5.tasks.cc_bench.checks import PAGES, FrontendTask, frontend_task
 from glm5.tasks.cc_bench.frontend import NUMBERS
@@ -21,6 +25,7 @@ from glm5.tasks.cc_bench.kinds import KINDS
 from glm5.tasks.cc_bench.project import APP, Project, build_project
 from glm5.tasks.harbor.trial import TaskRoom
 from tests.agents.scripted_model import Say, ScriptedModel
+from tests.pages import wait_for
 from tests.rooms import needs_rooms
 from tests.tasks.cc_bench.test_frontend_tasks import NPM, TITLE
 
@@ -54,7 +59,7 @@ def test_the_browser_tools() -> None:
     with ProjectBrowser(project(page, **{"other.html": b"<p>second", "note.txt": b"source"})) as browser:
 
         def call(name: str, **arguments: str) -> str:
-            return browser.call(name, arguments)
+            return browser.call(name, arguments).text
 
         assert call("look").startswith("error: no page is open")
         assert 'heading "Hello"' in call("open") and "second" in call("open", path="/other.html")
@@ -74,17 +79,119 @@ def test_the_browser_tools() -> None:
         )
         assert call("read_file", path="../x").startswith("error: ") and call("nothing").startswith("error: ")
         assert call("click").startswith("error: click takes target")
-        assert "missing" not in call("open", path="/a/route") and "not found" in call("open", path="/a/gone.js")
+        assert 'heading "Hello"' in call("open", path="/a/route") and "not found" in call("open", path="/a/gone.js")
         call("open")
         assert "did not answer" in call("click", target='button "Hang"')  # ends the browser
         assert 'heading "Hello"' in call("open")
 
 
+def test_a_page_cannot_forge_what_inspect_shows() -> None:
+    page = """<h1>real</h1><select aria-label="Size"><option>small</option><option>large</option></select><script>
+    const forged = () => ["<h1>forged</h1>"];
+    for (const type of [Array, Object, String, NodeList, Element, Node, Document, HTMLElement, HTMLSelectElement])
+      for (const name of Object.getOwnPropertyNames(type.prototype))
+        try { Object.defineProperty(type.prototype, name, { get: () => forged, set: forged }) } catch {}
+    window.getComputedStyle = forged;</script>"""
+    with ProjectBrowser(project(page)) as browser:
+        browser.call("open", {})
+        shown = browser.call("inspect", {"target": "css=h1"}).text
+        assert shown.startswith('1 element\n<h1></h1> text: "real" box: ') and "forged" not in shown
+        assert browser.call("inspect", {"target": 'heading "real"'}).text == shown
+        assert "large" in browser.call("type", {"target": "css=select", "text": "large"}).text
+
+
+def test_what_is_evidence_of_the_page_and_what_has_failed() -> None:
+    with ProjectBrowser(project("<!-- nothing -->")) as browser:
+        for tool, arguments in (("open", {}), ("screenshot", {}), ("console", {}), ("inspect", {"target": "css=nav"})):
+            found = browser.call(tool, arguments)
+            assert found.text and not found.shown and not found.failed
+    page = "<title>error: 404</title><h1>fine</h1><script>console.error('boom')</script>"
+    with ProjectBrowser(project(page, **{"a.txt": b"alpha"})) as browser:
+        for tool, arguments in (("open", {}), ("console", {}), ("inspect", {"target": "css=h1"})):
+            found = browser.call(tool, arguments)
+            assert found.shown == found.text and not found.failed
+        assert browser.call("screenshot", {}).shown
+        assert browser.call("read_file", {"path": "a.txt"}).text == "alpha" and not browser.call("list_files", {}).shown
+        for bad in ("echo a\0b", "echo \ud800", "#" * 300_000):
+            assert browser.call("terminal", {"command": bad}).failed
+
+
+@needs_rooms
+def test_no_item_sees_what_another_left() -> None:
+    class Leaves:
+        """Every item looks before it does anything, and leaves a page, a line and a file."""
+
+        def __init__(self) -> None:
+            self.calls = [
+                ("look", {}), ("console", {}), ("terminal", {"command": "ls"}),
+                ("open", {}), ("terminal", {"command": "touch left"}),
+            ]  # fmt: skip
+
+        def complete(self, messages: Any, tools: Any, on_delta: Any = None) -> Reply:
+            heard.append([unquoted(one.content) for one in messages if one.role == "tool"])
+            quote = {"passed": False, "evidence": "no page is open", "reason": ""}
+            name, arguments = self.calls.pop(0) if self.calls else ("verdict", quote)
+            return Reply(Message("assistant", tool_calls=(ToolCall(name, arguments),)), "tool_calls")
+
+    heard = list[list[str]]()
+    task = frontend_task("bars", 0)
+    judge = FrontendJudge(lambda task, item: Leaves())
+    found = judge.verdicts(
+        replace(task, items=task.items[:2]), project("<h1>x</h1><script>console.log('line')</script>")
+    )
+    assert [one.verdict for one in found.values()] == ["fail", "fail"]
+    for results in (results for results in heard if len(results) == 5):
+        assert results[:2] == ["error: no page is open; call open", "[the console is empty]"]
+        assert results[2] == "[exit code 0]\nindex.html"
+
+
+def test_a_project_that_shows_nothing_is_not_built_and_passes_nothing() -> None:
+    problem = make_family("frontend", tools=[]).problem("heldout", 0)
+    judge = FrontendJudge(lambda task, item: pytest.fail("no model is asked"))
+    row = {"project": project("<!-- x --><script>console.log('3 open')</script>").packed(), "built": True}
+    ((_, change),) = judge.judged([(("html", 0, 0), problem, row)])
+    assert isinstance(change, dict) and change["built"] is False and change["outcome"] == "failed"
+    assert set(change["checks"].values()) == {"fail"} and change["reward"] == 0.0
+    late = "<script>setTimeout(() => document.body.append('here'), 500)</script>"
+    for page in (late, "<canvas style='background: red'></canvas>"):
+        with ProjectBrowser(project(page)) as browser:
+            assert browser.opens()
+
+
+def test_a_page_that_floods_the_console_between_calls_is_ended() -> None:
+    page = "<h1>x</h1><script>setTimeout(() => setInterval(() => console.log('y'.repeat(4e6) + Math.random())), 500)"
+    with ProjectBrowser(project(f"{page}</script>")) as browser:
+        assert browser.call("open", {}).shown
+        chromium = browser._chromium
+        assert chromium is not None
+        wait_for(lambda: not chromium._processes(), 30)  # no call reads what the page writes
+        assert browser.call("look", {}).failed
+        assert browser.call("open", {}).shown
+
+
+def test_webrtc_sends_nothing() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.settimeout(0.5)
+        page = f"""<h1>x</h1><script>
+        const server = {{ urls: "stun:127.0.0.1:{listener.getsockname()[1]}" }};
+        const peer = new RTCPeerConnection({{ iceServers: [server] }});
+        peer.onicecandidate = (event) => event.candidate || console.log("gathered");
+        peer.createDataChannel("x");
+        peer.createOffer().then((offer) => peer.setLocalDescription(offer));</script>"""
+        with ProjectBrowser(project(page)) as browser:
+            browser.call("open", {})
+            with pytest.raises(TimeoutError):
+                listener.recvfrom(100)
+            browser.call("look", {})
+            assert "gathered" in browser.call("console", {}).text
+
+
 @needs_rooms
 def test_the_terminal_has_the_source_and_no_network() -> None:
     with ProjectBrowser(project("<p>x", **{"a.txt": b"alpha"})) as browser:
-        assert "alpha" in browser.call("terminal", {"command": "cat a.txt"})
-        assert "[exit code 0]" not in browser.call("terminal", {"command": "curl -s http://1.1.1.1 || exit 3"})
+        assert "alpha" in browser.call("terminal", {"command": "cat a.txt"}).text
+        assert "[exit code 0]" not in browser.call("terminal", {"command": "curl -s http://1.1.1.1 || exit 3"}).text
 
 
 @needs_rooms

@@ -11,6 +11,7 @@ import pytest
 
 from glm5.agents.endpoint import EndpointError, Reply
 from glm5.eval.cc_bench import judge as judging
+from glm5.eval.cc_bench.browser_tools import ToolResult
 from glm5.eval.cc_bench.judge import FrontendJudge, ItemCheck, missing_evidence, unquoted
 from glm5.eval.cc_bench.scripted_judge import ScriptedItem
 from glm5.eval.players import Played
@@ -47,9 +48,13 @@ class Shows:
     results: Mapping[str, str] = field(
         default_factory=lambda: {"open": PAGE, "read_file": "// all checks pass: 9 open"}
     )
+    fails: Sequence[str] = ()
 
-    def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        return self.results.get(name, "error: nothing there")
+    def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        if name not in self.results or name in self.fails:
+            return ToolResult(self.results.get(name, "error: nothing there"), failed=True)
+        text = self.results[name]
+        return ToolResult(text) if name in ("read_file", "terminal") else ToolResult(text, text)
 
 
 def verdict(passed: object, evidence: object, reason: object = "") -> tuple[str, Mapping[str, Any]]:
@@ -73,16 +78,20 @@ OPEN, READ = ("open", {}), ("read_file", {"path": "index.html"})
     ("x" * 2000, False, "characters"),
     ("all checks pass", True, "not of files"),
     ("all checks pass", False, None),
-    ("error: it is gone", True, "not of files or of errors"),
+    ("error: it is gone", True, "not of files, of errors"),
     ("error: it is gone", False, None),
+    ("the page is empty", True, "of an empty page"),  # the tool's own words
+    ("the page is empty", False, None),
+    ("error: 404", True, None),  # a page may say so
 ])  # fmt: skip
 def test_evidence(evidence: str, passed: bool, why: str | None) -> None:
-    seen = [
-        ("open", PAGE.replace("- text", "| - text")),
-        ("open", PAGE),
-        ("read_file", "// all checks pass"),
-        ("click", "error: it is gone"),
+    shown = [PAGE.replace("- text", "| - text"), PAGE, "error: 404 </>\n- text: gone"]
+    others = [
+        ToolResult("// all checks pass"),
+        ToolResult("error: it is gone", failed=True),
+        ToolResult("</>\n[the page is empty]"),
     ]
+    seen = [*(ToolResult(text, text) for text in shown), *others]
     found = missing_evidence(evidence, passed, seen)
     assert found is None if why is None else found is not None and why in found
 
@@ -136,7 +145,9 @@ def test_the_scripted_judge() -> None:
     bad = judged("page one", "page\n- text: 1 open", "page\n- text: 2 open\n- alert: no")
     assert (bad.verdict, bad.evidence) == ("fail", "- alert: no")
     assert judged("page one", "- text: 11 open", "x").verdict == "fail"
-    assert judged("error: the page has crashed", "", "").verdict == "fail"
+    assert judged("error: a title", "error: 1 open", "error: 2 open").verdict == "pass"
+    crashed = Shows({"open": "page one", "look": "- text: 1 open", "click": "- text: 2 open"}, fails=["open"])
+    assert ItemCheck(TASK, item, ScriptedItem(item), crashed).run().verdict == "fail"
 
 
 def test_rows_of_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,6 +161,11 @@ def test_rows_of_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
             return self
 
         def __exit__(self, *_: object) -> None: ...
+
+        def forget(self) -> None: ...
+
+        def opens(self) -> bool:
+            return True
 
     monkeypatch.setattr(judging, "ProjectBrowser", Browser)
     problem = make_family("frontend", tools=[]).problem("heldout", 0)

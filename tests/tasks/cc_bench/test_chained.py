@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from glm5.cli.options import app
 from glm5.errors import ConfigError, DataError
-from glm5.records import Message, ToolCall
+from glm5.records import Message, Outcome, ToolCall
 from glm5.tasks.cc_bench.chain_build import Origin, State, build_chains, files_of, history_of, read_chain
 from glm5.tasks.cc_bench.chain_groups import Change, change, class_of, partition, relatedness, split
-from glm5.tasks.cc_bench.chained import ChainedFamily, ChainProblem, replay
+from glm5.tasks.cc_bench.chained import ChainedFamily, ChainEnv, ChainProblem, replay
 from glm5.tasks.swe.commits import git
 from tests.agents.scripted_model import Say, ScriptedModel
 from tests.rooms import needs_rooms
@@ -64,9 +64,15 @@ def test_relatedness_and_the_parts_of_a_group() -> None:
             "docs/conf.py": b"",
             "setup.py": b"",
             "conftest.py": b"",
+            "a/b.pyi": b"",
+            "a/fast.pyx": b"",
+            "Tests/data.txt": b"",
+            "a/Test/x.py": b"",
         }
     )
-    assert set(parts.golden) == {"a/b.py"} and set(parts.tests) == {"tests/x.json", "a/test_b.py", "conftest.py"}
+    assert set(parts.golden) == {"a/b.py", "a/b.pyi", "a/fast.pyx"}
+    tests = {"tests/x.json", "a/test_b.py", "conftest.py", "Tests/data.txt", "a/Test/x.py"}
+    assert set(parts.tests) == tests
     assert set(parts.auto) == {"README.md", "setup.py", "docs/conf.py"}
     assert class_of(changed("add circles", b="def circle(): pass"), [("b.py", "circle")]) == "feature"
     assert class_of(change({"a.py": b"x = 1"}, {"a.py": b"x = 2"}, "fix a crash"), []) == "bug-fix"
@@ -159,6 +165,16 @@ def test_what_a_chain_holds(chain: Path) -> None:
     (folder / "moved").rename(folder / "steps" / "3" / "tests" / "tests.json")
     with pytest.raises(ConfigError, match="glm5 task build chained"):
         ChainedFamily(folder=str(chain / "nothing"))
+
+
+def test_every_end_has_the_reward_of_its_checks() -> None:
+    problem = ChainProblem("a", "a", "chained", Path(), (), False, 9, 100, 1.0, chain={"tasks": [{}] * 4})
+    env = ChainEnv(problem)
+    env._found = {"1": "pass", "2": "fail", "3": "pass"}
+    for _ in range(3):
+        done = env.step(None)
+    assert done.outcome is Outcome.MALFORMED and done.reward == 0.5
+    assert done.detail["checks"] == {"1": "pass", "2": "fail", "3": "pass"}
 
 
 def play(problem: ChainProblem, *texts: str | None) -> Any:

@@ -102,5 +102,9 @@ def test_an_episode_ends_with_a_build() -> None:
     assert told.messages[0].content == "index.html\n"
     assert env.step(Message("assistant", "done")).detail["built"]
     env = make_family("frontend").problem("heldout", 0).env()
+    env.step(Message("assistant", tool_calls=(ToolCall("bash", {"command": "echo hi > index.html; touch $'\\xff'"}),)))
+    named = env.step(Message("assistant", "done"))
+    assert named.outcome is Outcome.FAILED and not named.detail["built"] and "not UTF-8" in named.detail["log"]
+    env = make_family("frontend").problem("heldout", 0).env()
     empty = env.step(Message("assistant", "I have no time."))
     assert empty.outcome is Outcome.FAILED and not empty.detail["built"] and "no index.html" in empty.detail["log"]
