@@ -15,7 +15,8 @@ from torch import Tensor
 
 from glm5.config.load import load_recipe
 from glm5.config.recipe import RunRecipe
-from glm5.launch.conformance import ENGINES, STAGES, UPDATES, Watch, conform, generate, learn, train
+from glm5.launch.conformance import conform
+from glm5.launch.conformance_jobs import ENGINES, STAGES, UPDATES, Watch, generate, learn, train
 from glm5.launch.pipeline import run_pipeline
 from glm5.platforms.simulated import DEVICE, Pretending
 from glm5.reproduce import reproduce

@@ -60,6 +60,16 @@ class Problem(Protocol):
         ...
 
 
+class EvaluationProblem:
+    """A problem that is only for evaluation: an answer to learn from would be training data."""
+
+    id: str
+
+    def demonstration(self, rng_seed: int) -> list[Message]:
+        """Raises DataError: there is none."""
+        raise DataError(f"{self.id} is for evaluation and has no demonstration.")
+
+
 class AgentProblem(ABC):
     """A problem that an agent plays over a chat API: any code that takes a base URL and a key. It needs live RL: a
     recipe with `launch`. Subclasses are dataclasses, or set `id`, `key` and `domain` (see `Problem`)."""

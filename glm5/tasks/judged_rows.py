@@ -17,7 +17,7 @@ from typing import Any
 
 from glm5.errors import ConfigError, DataError
 from glm5.records import Env, Message, StepResult
-from glm5.tasks.contract import Family, ToolSpec
+from glm5.tasks.contract import EvaluationProblem, Family, ToolSpec
 from glm5.tasks.judged import Material, unjudged
 from glm5.tasks.questions import table_rows
 
@@ -26,7 +26,7 @@ ROLES = ("system", "user", "assistant")
 
 
 @dataclass(frozen=True)
-class JudgedProblem:
+class JudgedProblem(EvaluationProblem):
     """One row."""
 
     id: str
@@ -43,10 +43,6 @@ class JudgedProblem:
 
     def env(self) -> Env:
         return JudgedRowEnv(self)
-
-    def demonstration(self, rng_seed: int) -> list[Message]:
-        """Raises DataError: these rows are not trained on."""
-        raise DataError(f"{self.id} is for evaluation and has no demonstration.")
 
 
 class JudgedRowEnv:

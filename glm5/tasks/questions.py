@@ -20,7 +20,7 @@ from typing import Any
 
 from glm5.errors import ConfigError, DataError
 from glm5.records import Env, Message, StepResult
-from glm5.tasks.contract import Family, SingleTurnEnv, ToolSpec
+from glm5.tasks.contract import EvaluationProblem, Family, SingleTurnEnv, ToolSpec
 from glm5.tasks.judged import Material, unjudged
 from glm5.tasks.mathematics.answer import Answer, check_answer, final_answer
 
@@ -45,7 +45,7 @@ _SIGNS = str.maketrans({"−": "-", "–": "-", "“": '"', "”": '"', "‘": "
 
 
 @dataclass(frozen=True)
-class QuestionProblem:
+class QuestionProblem(EvaluationProblem):
     """One question. `answers` are accepted; with choices it is the letter of the right one."""
 
     id: str
@@ -73,10 +73,6 @@ class QuestionProblem:
         if self.grader == JUDGED:
             return JudgedEnv(self, lambda message: 0.0)
         return SingleTurnEnv(self, lambda message: float(GRADERS[self.grader](message.content, self.answers)))
-
-    def demonstration(self, rng_seed: int) -> list[Message]:
-        """Raises DataError: an answer to learn from is training data, and these are not."""
-        raise DataError(f"{self.id} is for evaluation and has no demonstration.")
 
 
 class JudgedEnv(SingleTurnEnv):

@@ -18,7 +18,7 @@ from glm5.sandbox.cancel import due_in
 from glm5.sandbox.dockerfile_build import BuildError
 from glm5.sandbox.environment import NamespaceEnvironment, RoomFileError
 from glm5.tasks.cc_bench.chain_build import read_chain
-from glm5.tasks.contract import Family
+from glm5.tasks.contract import EvaluationProblem, Family
 from glm5.tasks.harbor.family import ROOMS, TOOLS, VERDICT_SHARE, RoomEnv, RoomProblem
 from glm5.tasks.harbor.folder import File, TaskFolder, test_dependencies
 from glm5.tasks.harbor.schema import Environment, TaskConfig
@@ -36,7 +36,7 @@ NEXT = "The next task builds on what you have done.\n\n"
 
 
 @dataclass(frozen=True)
-class ChainProblem(RoomProblem):
+class ChainProblem(EvaluationProblem, RoomProblem):
     """A chain; `path` is its folder. `max_turns` counts the messages of each task. `checks` are its tasks."""
 
     chain: Any = field(default_factory=dict)
@@ -79,10 +79,6 @@ class ChainProblem(RoomProblem):
 
     def env(self) -> Env:
         return ChainEnv(self)
-
-    def demonstration(self, rng_seed: int) -> list[Message]:
-        """Raises DataError: a chain has no demonstration."""
-        raise DataError(f"{self.id} is for evaluation and has no demonstration.")
 
 
 class ChainEnv(RoomEnv):

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from glm5.errors import ConfigError, DataError
 from glm5.records import Env, Message, Outcome, StepResult, ToolCall
-from glm5.tasks.contract import Family, ToolSpec, function_tool
+from glm5.tasks.contract import EvaluationProblem, Family, ToolSpec, function_tool
 from glm5.tasks.tools.python_tool import cut
 
 LEAST_DEPTH = 3
@@ -70,7 +70,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class ExplorationProblem:
+class ExplorationProblem(EvaluationProblem):
     """One question on the repository below `root`."""
 
     id: str
@@ -87,10 +87,6 @@ class ExplorationProblem:
 
     def env(self) -> Env:
         return ExplorationEnv(self)
-
-    def demonstration(self, rng_seed: int) -> list[Message]:
-        """Raises DataError: these questions are for evaluation."""
-        raise DataError(f"{self.id} is for evaluation and has no demonstration.")
 
 
 @dataclass

@@ -20,7 +20,7 @@ from glm5.tasks.cc_bench import page_seeds, page_seeds_data, page_seeds_show  # 
 from glm5.tasks.cc_bench.checks import PAGES, FrontendTask, frontend_task
 from glm5.tasks.cc_bench.kinds import Kind, find_kind
 from glm5.tasks.cc_bench.project import APP, MOST_PACKED, build_project, files_of_answer
-from glm5.tasks.contract import Family
+from glm5.tasks.contract import EvaluationProblem, Family
 from glm5.tasks.harbor.family import ROOMS, TOOLS, VERDICT_SHARE, RoomEnv, RoomProblem
 from glm5.tasks.harbor.folder import TaskFolder
 from glm5.tasks.harbor.schema import Environment, TaskConfig, Verifier
@@ -44,7 +44,7 @@ AGENT = "\nWork with your tools. When the project is done, answer without a call
 
 
 @dataclass(frozen=True)
-class FrontendProblem(RoomProblem):
+class FrontendProblem(EvaluationProblem, RoomProblem):
     """`checks` names the check-items by their numbers; `glm5.eval.cc_bench` decides them."""
 
     task: FrontendTask = None  # type: ignore[assignment]
@@ -77,10 +77,6 @@ class FrontendProblem(RoomProblem):
 
     def env(self) -> Env:
         return FrontendEnv(self)
-
-    def demonstration(self, rng_seed: int) -> list[Message]:
-        """Raises DataError: these tasks are for evaluation."""
-        raise DataError(f"{self.id} is for evaluation and has no demonstration.")
 
 
 class FrontendEnv(RoomEnv):

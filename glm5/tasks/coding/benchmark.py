@@ -23,7 +23,7 @@ from glm5.errors import ConfigError, DataError, GradingError
 from glm5.records import Env, Message, StepResult
 from glm5.tasks.coding.execute import FAILED, outputs, same_text, same_value, untupled
 from glm5.tasks.coding.mbpp import NOT_NONE, is_right, typed
-from glm5.tasks.contract import Family, SingleTurnEnv, ToolSpec
+from glm5.tasks.contract import EvaluationProblem, Family, SingleTurnEnv, ToolSpec
 from glm5.tasks.questions import table_rows
 
 FENCE = re.compile(r"^[^\n`]*(`{3,})([^\n`]*)\n(.*?)(?:(?<!`)\1`*[ \t\r]*$|\Z)", re.DOTALL | re.MULTILINE)
@@ -64,7 +64,7 @@ def joined(start: str, code: str) -> str:
 
 
 @dataclass(frozen=True)
-class CodeProblem:
+class CodeProblem(EvaluationProblem):
     """One row of a benchmark. Subclasses say what is right."""
 
     id: str
@@ -89,10 +89,6 @@ class CodeProblem:
 
     def env(self) -> Env:
         return CodeEnv(self, lambda message: float(self.right(message.content)))
-
-    def demonstration(self, rng_seed: int) -> list[Message]:
-        """Raises DataError: these rows are not trained on."""
-        raise DataError(f"{self.id} is for evaluation and has no demonstration.")
 
 
 class CodeEnv(SingleTurnEnv):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from glm5.errors import ConfigError, DataError
-from glm5.records import Env, Message, StepResult
+from glm5.records import Env, StepResult
 from glm5.tasks.contract import Family
 from glm5.tasks.judged import Material, unjudged
 from glm5.tasks.mcp.client import check_shown, read_servers, require
@@ -37,10 +37,6 @@ class AtlasProblem(McpProblem):
 
     def env(self) -> Env:
         return AtlasEnv(self)
-
-    def demonstration(self, rng_seed: int) -> list[Message]:
-        """Raises DataError: there are claims about an answer, but no answer."""
-        raise DataError(f"{self.id} is for evaluation and has no demonstration.")
 
 
 class AtlasEnv(McpEnv):

@@ -58,10 +58,6 @@ class DecathlonProblem(McpProblem):
     def env(self) -> Env:
         return DecathlonEnv(self)
 
-    def demonstration(self, rng_seed: int) -> list[Message]:
-        """Raises DataError: a task has a check, but no way to a solution."""
-        raise DataError(f"{self.id} is for evaluation and has no demonstration.")
-
 
 class DecathlonEnv(McpEnv):
     """Ends when the agent says that it is done; then the task's program looks at the working folder."""

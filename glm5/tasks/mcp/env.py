@@ -15,7 +15,7 @@ from glm5.errors import GradingError
 from glm5.records import Message, Outcome, StepResult
 from glm5.sandbox.container import open_environment
 from glm5.sandbox.environment import RoomLimits
-from glm5.tasks.contract import ToolSpec
+from glm5.tasks.contract import EvaluationProblem, ToolSpec
 from glm5.tasks.mcp.client import ServerConfig, Servers
 
 WORKSPACE = "/workspace"
@@ -37,7 +37,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class McpProblem:
+class McpProblem(EvaluationProblem):
     """A task for an agent with MCP servers. `offered` are the tools that it gets, by their own or their full names; all
     if there are none. `files` is the folder that the working folder shows at first."""
 

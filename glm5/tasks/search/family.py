@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from glm5.errors import ConfigError, DataError
 from glm5.records import Env, Message, Outcome, StepResult, ToolCall
-from glm5.tasks.contract import CALLS_S, SPLITS, Family, ToolSpec, split_of
+from glm5.tasks.contract import CALLS_S, SPLITS, Family, Problem, ToolSpec, split_of
 from glm5.tasks.search.answers import read_reply, right
 from glm5.tasks.search.browser import TOOLS, Browser, View, misuse
 from glm5.tasks.search.oracle import Oracle, Unreachable
@@ -98,23 +98,8 @@ class SearchProblem:
         return [Message("user", self.prompt), *oracle.messages, final]
 
 
-class BrowserProblem(Protocol):
+class BrowserProblem(Problem, Protocol):
     """What an episode needs of a problem: the tools of a session, and how long it may take."""
-
-    @property
-    def id(self) -> str: ...
-
-    @property
-    def domain(self) -> str: ...
-
-    @property
-    def prompt(self) -> str: ...
-
-    @property
-    def tools(self) -> Sequence[ToolSpec]: ...
-
-    @property
-    def thinking(self) -> bool: ...
 
     @property
     def max_turns(self) -> int: ...

@@ -17,7 +17,7 @@ from typing import Any
 
 from glm5.errors import ConfigError, DataError, nearest
 from glm5.records import Env, Message, Outcome, StepResult, ToolCall
-from glm5.tasks.contract import Family, ToolSpec
+from glm5.tasks.contract import EvaluationProblem, Family, ToolSpec
 from glm5.tasks.questions import table_rows
 
 ANY = (str, int, float, bool, list, dict, type(None))
@@ -155,7 +155,7 @@ def _message(row: Any) -> Message:
 
 
 @dataclass(frozen=True)
-class ToolRowProblem:
+class ToolRowProblem(EvaluationProblem):
     """One row."""
 
     id: str
@@ -172,10 +172,6 @@ class ToolRowProblem:
 
     def env(self) -> Env:
         return ToolRowEnv(self)
-
-    def demonstration(self, rng_seed: int) -> list[Message]:
-        """Raises DataError: these rows are not trained on."""
-        raise DataError(f"{self.id} is for evaluation and has no demonstration.")
 
 
 class ToolRowEnv:
