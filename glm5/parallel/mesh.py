@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -18,10 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from glm5.config.model import GLM5Config
 from glm5.config.parallel import Layout
 from glm5.device import choose_device
-from glm5.errors import Glm5Error
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.model.hf_weights import verify_checkpoint
 from glm5.parallel.expert import divide_experts
+from glm5.parallel.lifeline import Lifeline, LostRankError
 from glm5.parallel.fsdp import RUN, export_shards, fill_shards, local_slice, shard_model, unshard_model
 from glm5.parallel.ranks import Ranks, ShardSlice, check_layout
 
@@ -52,6 +54,11 @@ class TorchRanks(Ranks):
         numbers = torch.arange(self.world).view(-1, layout.ep)
         self._everyone = DeviceMesh(kind, torch.arange(self.world), mesh_dim_names=("all",))
         self._grid = DeviceMesh(kind, numbers, mesh_dim_names=("dp", "ep"))
+        master = os.environ.get("MASTER_ADDR", "localhost")
+        # Of a group that the program around has made, the program has to know how it ends.
+        self._lifeline = (
+            Lifeline(self.rank, self.world, master, lambda value: self.gather(value)[0]) if self._joined else None
+        )
 
     @property
     def _experts(self) -> dist.ProcessGroup | None:
@@ -121,8 +128,32 @@ class TorchRanks(Ranks):
         return other
 
     def close(self) -> None:
+        if self._lifeline is not None:
+            self._lifeline.close()
         if self._joined:
             dist.destroy_process_group()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Tell the other ranks that this one ends with an error. If it is only that a collective failed, say which rank
+        has ended."""
+        lost = None
+        if self._lifeline is not None and error is not None and not isinstance(error, KeyboardInterrupt):
+            if cut := _of_collectives(error):
+                self._lifeline.report_cut()
+                lost = self._lifeline.explain()
+            self._lifeline.close(error, cut)
+        self.close()
+        if lost is not None:
+            raise LostRankError(f"{lost} The same command goes on from the last saved state.") from error
+
+
+def _of_collectives(error: BaseException) -> bool:
+    """Whether an error comes from communication between ranks. Gloo's are plain RuntimeErrors."""
+    return isinstance(error, LostRankError | dist.DistError) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "Gloo", "NCCL", "HCCL"))
+    )
 
 
 @contextmanager
@@ -131,6 +162,6 @@ def _lost_ranks() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise Glm5Error(
+        raise LostRankError(
             f"Another rank of this job has ended, or takes too long; its own message says more. ({error!s:.120})"
         ) from error
