@@ -25,10 +25,12 @@ GRACE_SECONDS = {"died": 3.0, "failed": 8.0, "cut": 3.0}
 """The main thread of a rank may end by itself for so long after another rank was lost; then its process is ended. An
 error of one rank is often one of all, each of which has files to close."""
 SETTLE_SECONDS = {"died": 0.0, "failed": 0.2, "cut": 2.0}
-"""A process ended without a word, or with an error of its own, or it noticed that another one is gone. So long rank 0 waits for a better explanation: what a rank notices may come before the end of the one it noticed."""
+"""A process ended without a word, or with an error of its own, or it noticed that another one is gone. So long rank 0
+waits for a better explanation: what a rank notices may come before the end of the one it noticed."""
 Loss = tuple[float, int, str, str]
 """When to tell the others (`time.monotonic`), the rank, the kind of its end and why."""
 SILENT_SECONDS = 25
+"""Of TCP's keep-alive messages."""
 HELLO_SECONDS = 60.0
 
 
@@ -87,7 +89,7 @@ class Lifeline:
         return self.lost
 
     def report_cut(self) -> None:
-        """Tell rank 0 that this rank's collectives fail. It is the last resort: another rank may be known to be dead."""
+        """Tell rank 0 that this rank's collectives fail, which is the last of all explanations."""
         if self.rank != 0:
             self._send(0, {"end": "cut", "why": "it lost the connection to another rank"})
 
@@ -113,7 +115,9 @@ class Lifeline:
         self.lost = sentence
         self._known.set()
         if not self._leaving.wait(GRACE_SECONDS[kind]):
-            text = f"Error: {self.lost} This job cannot go on without it; the same command goes on from its last state.\n"
+            text = (
+                f"Error: {self.lost} This job cannot go on without it; the same command goes on from its last state.\n"
+            )
             with contextlib.suppress(OSError):
                 os.write(2, text.encode())
             os._exit(1)
@@ -203,7 +207,7 @@ def _listen(master: str) -> socket.socket:
 
 def _keep_alive(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+    for name, value in (("TCP_KEEPIDLE", SILENT_SECONDS - 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 

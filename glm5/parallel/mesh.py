@@ -23,8 +23,8 @@ from glm5.device import choose_device
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.model.hf_weights import verify_checkpoint
 from glm5.parallel.expert import divide_experts
-from glm5.parallel.lifeline import Lifeline, LostRankError
 from glm5.parallel.fsdp import RUN, export_shards, fill_shards, local_slice, shard_model, unshard_model
+from glm5.parallel.lifeline import Lifeline, LostRankError
 from glm5.parallel.ranks import Ranks, ShardSlice, check_layout
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""A rank that ends is named by all others within seconds, whatever they wait for, and the job goes on from its state."""
+"""All others name a rank that ends within seconds, whatever they wait for, and the job goes on from its state."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ class Four:
         command = [sys.executable, "-c", RANK, str(folder)]
         env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
         self.ranks = [
-            subprocess.Popen([*command, str(r), what], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+            subprocess.Popen(
+                [*command, str(r), what], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+            )
             for r, what in enumerate(how)
         ]
         deadline = time.monotonic() + 60
@@ -115,7 +117,12 @@ def test_strangers_at_the_port_change_nothing() -> None:
     known: list[Any] = []
     line = Lifeline(0, 2, "127.0.0.1", known.append)
     port, token, _ = known[0]
-    for text in (b"", b"GET / HTTP/1.1\r\n\r\n", b'{"token": "x", "rank": 1, "who": "me"}\n{"end": "failed"}\n', b"[]\n" * 9):
+    for text in (
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b'{"token": "x", "rank": 1, "who": "me"}\n{"end": "failed"}\n',
+        b"[]\n" * 9,
+    ):
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(text)
     with socket.create_connection(("127.0.0.1", port)) as other:
