@@ -56,8 +56,8 @@ class TokenPart:
 
     def to(self, device: torch.device) -> TokenPart:
         """The same on a device."""
-        names = ("cells", "positions", "start", "end")
-        return replace(self, whole=self.whole.to(device), **{name: put(getattr(self, name), device) for name in names})
+        cells, positions, start, end = (put(x, device) for x in (self.cells, self.positions, self.start, self.end))
+        return replace(self, whole=self.whole.to(device), cells=cells, positions=positions, start=start, end=end)
 
 
 @dataclass(frozen=True)

@@ -113,11 +113,7 @@ class ContextGroup:
         rank, ranks = self.group.rank(), self.group.size()
         documents = batch.documents.numpy()
         size = documents.size
-        cells = (
-            zigzag(documents, ranks)
-            if self.plan == "zigzag"
-            else by_workload(documents, ranks, workload(config))
-        )
+        cells = zigzag(documents, ranks) if self.plan == "zigzag" else by_workload(documents, ranks, workload(config))
         held = [own if len(own) else np.array([size + number]) for number, own in enumerate(cells)]
         begins = np.append(begins_of(documents), np.arange(size, size + ranks))
         needed = [keys_of(own, begins) for own in held]

@@ -36,8 +36,10 @@ class Workload:
 
     def at(self, positions: np.ndarray) -> np.ndarray:
         """FLOPs of tokens at these positions of their documents, from 0."""
-        seen = positions + 1
-        return self.token + sum(cost * (seen if cap is None else np.minimum(seen, cap)) for cap, cost in self.keys)
+        seen, found = positions + 1, np.full(positions.shape, self.token)
+        for cap, cost in self.keys:
+            found += cost * (seen if cap is None else np.minimum(seen, cap))
+        return found
 
 
 def workload(config: GLM5Config) -> Workload:

@@ -349,10 +349,9 @@ def _context(batch: Batch) -> ForwardContext:
     if batch.part is None:
         return packed_context(batch.documents, exact=False)
     part = batch.part
-    ranges = {None: (part.start, part.end)}
-    return ForwardContext(
-        part.positions, batch.documents, key_length=part.keys, gather_keys=part.gather, exact=False, _ranges=ranges
-    )
+    ctx = ForwardContext(part.positions, batch.documents, key_length=part.keys, gather_keys=part.gather, exact=False)
+    ctx._ranges[None] = part.start, part.end
+    return ctx
 
 
 def _load_numbers(loads: Mapping[int, Tensor], monitored: bool) -> dict[str, float]:

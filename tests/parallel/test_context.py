@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,76 +16,93 @@ from glm5.parallel.ranks import check_layout, check_model
 pytestmark = pytest.mark.dist
 
 STEPS = 20
-LIMIT = 1e-4
+
+
+class Tasks:
+    """Runs the tasks of this file in as few jobs as possible; results by name."""
+
+    def __init__(self, job: Any, start: str, folder: Path) -> None:
+        self.job, self.start, self.folder = job, start, folder
+
+    def task(self, kind: str, cp: int = 1, plan: str = "workload", **more: Any) -> dict[str, Any]:
+        return {"kind": kind, "start": self.start, "layout": {"cp": cp, "cp_plan": plan}, **more}
+
+    def resumed(self, name: str, source: str, **more: Any) -> dict[str, Any]:
+        return self.task("run", copy=str(self.folder / source), out=str(self.folder / name), **more)
+
+    def __call__(self, world: int, **tasks: dict[str, Any]) -> dict[str, Any]:
+        return dict(zip(tasks, self.job(world, *tasks.values()), strict=True))
 
 
 @pytest.fixture(scope="module")
-def results(job: Any, start: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """All tasks of this file by name, in three jobs."""
-    folder = tmp_path_factory.mktemp("context")
+def tasks(job: Any, start: str, tmp_path_factory: pytest.TempPathFactory) -> Tasks:
+    return Tasks(job, start, tmp_path_factory.mktemp("context"))
 
-    def task(kind: str, cp: int = 1, plan: str = "workload", **more: Any) -> dict[str, Any]:
-        return {"kind": kind, "start": start, "layout": {"cp": cp, "cp_plan": plan}, **more}
 
-    def resumed(name: str, source: str, **more: Any) -> dict[str, Any]:
-        return task("run", copy=str(folder / source), out=str(folder / name), **more)
+@pytest.fixture(scope="module")
+def results(tasks: Tasks) -> dict[str, Any]:
+    """One step, on one process and on four."""
+    task = tasks.task
+    return tasks(1, gradients=task("gradients"), warmup=task("gradients", warmup=True)) | tasks(
+        4,
+        cp4=task("gradients", cp=4, options={"recompute": True, "micro_rows": 2}),
+        cp2=task("gradients", cp=2, plan="zigzag", ep=2, options={"recompute": "selective"}),
+        nodes=task("gradients", cp=4, plan="zigzag", local=2, ep=2),
+        warmup4=task("gradients", cp=4, plan="zigzag", warmup=True, options={"recompute": True}),
+        warmup2=task("gradients", cp=2, warmup=True),
+    )
 
-    def found(world: int, **tasks: dict[str, Any]) -> dict[str, Any]:
-        return dict(zip(tasks, job(world, *tasks.values()), strict=True))
 
-    recomputed = {"recompute": "selective", "micro_rows": 2}
-    got = found(
+@pytest.fixture(scope="module")
+def runs(tasks: Tasks) -> dict[str, Any]:
+    """Many steps, with states on disk."""
+    task, resumed = tasks.task, tasks.resumed
+    found = tasks(
         1,
         follow=task("follow", steps=STEPS),
         whole=task("run"),
-        gradients=task("gradients"),
-        warmup=task("gradients", warmup=True),
         bf16=task("gradients", options={"dtype": "bfloat16"}),
     )
-    got |= found(
+    found |= tasks(
         2,
-        cut=task("run", cp=2, stop=3, out=str(folder / "two")),
+        cut=task("run", cp=2, stop=3, out=str(tasks.folder / "two")),
         follow2=task("follow", cp=2, steps=STEPS),
-        gradients2=task("gradients", cp=2, plan="zigzag", options=recomputed),
         bf16_2=task("gradients", cp=2, ep=2, options={"dtype": "bfloat16", "recompute": True}),
     )
-    got["single"] = job(1, resumed("single", "two", stop=3))[0]
-    got |= found(
+    found |= tasks(1, single=resumed("single", "two", stop=3))
+    return found | tasks(
         4,
         last=resumed("last", "single", cp=4),
-        follow4=task("follow", cp=2, ep=2, steps=STEPS),
-        gradients4=task("gradients", cp=4, options={"recompute": True, "micro_rows": 2}),
-        nodes=task("gradients", cp=4, plan="zigzag", local=2, ep=2),
-        warmup4=task("gradients", cp=4, warmup=True, options={"recompute": True}),
-        warmup22=task("gradients", cp=2, plan="zigzag", warmup=True),
+        follow22=task("follow", cp=2, ep=2, steps=STEPS),
+        follow4=task("follow", cp=4, plan="zigzag", ep=2, steps=STEPS),
     )
-    return got
 
 
-@pytest.mark.parametrize("name", ["follow2", "follow4"])
-def test_losses_follow_one_process(results: dict[str, Any], name: str) -> None:
-    """With MTP, expert balance, router biases and the indexers' loss, over 20 steps; `follow4` is cp 2 x dp 2, ep 2."""
-    one, other = results["follow"], results[name]
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["follow2", "follow22", "follow4"])
+def test_losses_follow_one_process(runs: dict[str, Any], name: str) -> None:
+    """With MTP, expert balance, router biases and the indexers' loss, over 20 steps: cp 2, cp 2 x dp 2, and cp 4."""
+    one, other = runs["follow"], runs[name]
     for key in ("loss", "mtp1_loss", "mtp2_loss", "indexer_kl"):
         values = [[numbers[key] for numbers in result["numbers"]] for result in (one, other)]
-        assert values[1] == pytest.approx(values[0], abs=LIMIT), key
+        assert values[1] == pytest.approx(values[0], abs=1e-4), key
     for key in ("grad_norm", "load_max", "tokens"):
         values = [[numbers[key] for numbers in result["numbers"]] for result in (one, other)]
         assert values[1] == pytest.approx(values[0], rel=1e-3), key
     monitored = {key: value for key, value in one["numbers"][0].items() if "max_logit" in key or "accuracy" in key}
     assert monitored == pytest.approx({key: other["numbers"][0][key] for key in monitored}, rel=1e-4)
     assert one["numbers"][0]["loss"] - one["numbers"][-1]["loss"] > 0.2  # something was learnt
-    assert other["scores"]["held_out"] == pytest.approx(one["scores"]["held_out"], abs=LIMIT)
+    assert other["scores"]["held_out"] == pytest.approx(one["scores"]["held_out"], abs=1e-4)
 
 
 @pytest.mark.parametrize(
     ("name", "reference"),
     [
-        ("gradients2", "gradients"),
-        ("gradients4", "gradients"),
+        ("cp4", "gradients"),
+        ("cp2", "gradients"),
         ("nodes", "gradients"),
         ("warmup4", "warmup"),
-        ("warmup22", "warmup"),
+        ("warmup2", "warmup"),
     ],
 )
 def test_gradients_are_those_of_one_process(results: dict[str, Any], name: str, reference: str) -> None:
@@ -100,21 +118,24 @@ def same(expected: Any, found: Any) -> None:
         torch.testing.assert_close(got, wanted, rtol=0, atol=2e-6 * max(1.0, float(wanted.abs().max())), msg=parameter)
 
 
-def test_bf16(results: dict[str, Any]) -> None:
+@pytest.mark.long
+def test_bf16(runs: dict[str, Any]) -> None:
+    """Rounding differs with the order of sums."""
     flat = [
-        torch.cat([torch.tensor(values).flatten() for values in results[name]["gradients"].values()])
+        torch.cat([torch.tensor(values).flatten() for values in runs[name]["gradients"].values()])
         for name in ("bf16", "bf16_2")
     ]
-    assert results["bf16_2"]["loss"] == pytest.approx(results["bf16"]["loss"], abs=1e-4)
+    assert runs["bf16_2"]["loss"] == pytest.approx(runs["bf16"]["loss"], abs=1e-4)
     assert float((flat[1] - flat[0]).norm() / flat[0].norm()) < 2**-7
 
 
-def test_states_resume_with_other_groups(results: dict[str, Any]) -> None:
+@pytest.mark.long
+def test_states_resume_with_other_groups(runs: dict[str, Any]) -> None:
     """cp = 2, then one process, then cp = 4: each goes on from the last state of the one before."""
-    whole = results["whole"]["losses"]
-    assert results["cut"]["losses"] == pytest.approx(whole[:3], abs=1e-5)
-    assert results["single"]["losses"] == pytest.approx(whole[2:5], abs=1e-5)
-    assert results["last"]["losses"] == pytest.approx(whole[4:5], abs=1e-5)
+    whole = runs["whole"]["losses"]
+    assert runs["cut"]["losses"] == pytest.approx(whole[:3], abs=1e-5)
+    assert runs["single"]["losses"] == pytest.approx(whole[2:5], abs=1e-5)
+    assert runs["last"]["losses"] == pytest.approx(whole[4:5], abs=1e-5)
 
 
 @pytest.mark.slow
@@ -130,8 +151,8 @@ def test_long_rows(job: Any, start: str, length: int) -> None:
 
 
 def test_layouts_that_do_not_fit() -> None:
-    with pytest.raises(ConfigError, match="parallel.cp = 4 does not divide the 6 processes"):
+    with pytest.raises(ConfigError, match=r"parallel.cp = 4 does not divide the 6 processes"):
         check_layout(Layout(cp=4), 6)
     config = GLM5Config.preset("glm9b", attention_pattern="searched", efficient_attention="gdn")
-    with pytest.raises(ConfigError, match="parallel.cp = 2 cannot divide a recurrence"):
+    with pytest.raises(ConfigError, match=r"parallel.cp = 2 cannot divide a recurrence"):
         check_model(Layout(cp=2), config)
