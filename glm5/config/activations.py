@@ -30,7 +30,7 @@ class Forward:
     `attention`: "dense", "sparse" (over selected keys), or "warmup" (dense, and only the indexers learn).
     `learns_index`: the indexers' loss is part of a sparse step. `depths` of MTP. `balance`: the loss of expert balance.
     `all_keys`: sparse attention that selects every key, as in exact mode. `cpu`: what the forms for a CPU keep as
-    well.
+    well. `cp`: processes that divide the tokens evenly; each may need the keys of all.
     """
 
     rows: int
@@ -43,10 +43,12 @@ class Forward:
     balance: bool = True
     all_keys: bool = False
     cpu: bool = False
+    cp: int = 1
 
     @property
     def tokens(self) -> int:
-        return self.rows * self.length
+        """Tokens that this process computes."""
+        return self.rows * self.length // self.cp
 
 
 def kept_by_layers(config: GLM5Config, step: Forward) -> list[int]:
@@ -83,6 +85,16 @@ def working_bytes(config: GLM5Config, step: Forward) -> int:
     routed = config.num_experts_per_tok if config.n_routed_experts else 0
     wide = max(routed * (config.hidden_size + 3 * config.moe_intermediate_size), 3 * config.intermediate_size)
     return again + step.tokens * wide * step.item
+
+
+def exchanged_bytes(config: GLM5Config, step: Forward) -> int:
+    """Bytes of keys that a process receives in one layer: of MLA latents and, if it has an indexer, index keys. At most
+    those of all tokens of its rows that other processes compute."""
+    if step.cp == 1:
+        return 0
+    selects = config.use_dsa and step.attention != "dense"
+    width = config.cache_values_per_token + (config.index_head_dim if selects else 0)
+    return step.tokens * (step.cp - 1) * width * step.item
 
 
 def logits_bytes(config: GLM5Config, step: Forward) -> int:
@@ -150,7 +162,7 @@ def _learning_index(config: GLM5Config, step: Forward, layer: int) -> int:
         return 0
     queries = config.index_n_heads * config.index_head_dim
     projected = config.hidden_size + config.q_lora_rank + config.index_head_dim
-    gradients = (queries + config.index_head_dim) * step.item + config.index_n_heads * WIDE
+    gradients = (queries + step.cp * config.index_head_dim) * step.item + config.index_n_heads * WIDE
     return projected * step.item + gradients + 2 * WIDE
 
 
@@ -165,12 +177,12 @@ def _mla(config: GLM5Config, step: Forward, layer: int) -> int:
     if step.recompute == "selective":
         numbers = kept_by_both + queries + c.hidden_size
         if step.attention == "dense":
-            return (numbers + expanded + values) * item + sums
+            return (numbers + step.cp * expanded + values) * item + sums
         absorbed = 2 * heads * c.kv_lora_rank + values
         return (numbers + absorbed) * item + sums + _indices(c, step) + _index_selective(c, step, layer)
-    numbers = c.hidden_size + 2 * kept_by_both + queries
+    numbers = c.hidden_size + 2 * kept_by_both + queries + (step.cp - 1) * latent
     if step.attention == "dense":
-        return (numbers + expanded + queries + 2 * values) * item + sums + 3 * WIDE
+        return (numbers + step.cp * (expanded + queries) + 2 * values) * item + sums + 3 * WIDE
     absorbed = heads * (latent + c.kv_lora_rank) + values
     return (numbers + absorbed) * item + sums + 3 * WIDE + _indices(c, step) + _index(c, step, layer)
 
@@ -181,7 +193,8 @@ def _index(config: GLM5Config, step: Forward, layer: int) -> int:
         return 0
     queries = config.index_n_heads * config.index_head_dim
     keys = min(config.index_topk or step.length, step.length)
-    return (queries + 2 * config.index_head_dim) * step.item + config.index_n_heads * WIDE + (keys + 2) * WIDE
+    products = queries + (1 + step.cp) * config.index_head_dim
+    return products * step.item + config.index_n_heads * WIDE + (keys + 2) * WIDE
 
 
 def _index_selective(config: GLM5Config, step: Forward, layer: int) -> int:
@@ -201,7 +214,7 @@ def _gqa(config: GLM5Config, step: Forward) -> int:
     if step.recompute == "selective":
         return (2 * queries + 2 * keys + c.hidden_size) * step.item + sums
     normed = queries + keys if c.use_qk_norm else 0
-    return (c.hidden_size + normed + 3 * queries + 2 * keys) * step.item + sums + 3 * WIDE
+    return (c.hidden_size + normed + 3 * queries + 2 * step.cp * keys) * step.item + sums + 3 * WIDE
 
 
 def _feed_forward(config: GLM5Config, step: Forward, dense: bool) -> float:

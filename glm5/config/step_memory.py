@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from glm5.config.activations import WIDE, Forward, kept_by_heads, kept_by_layers, logits_bytes, working_bytes
+from glm5.config.activations import (
+    WIDE,
+    Forward,
+    exchanged_bytes,
+    kept_by_heads,
+    kept_by_layers,
+    logits_bytes,
+    working_bytes,
+)
 from glm5.config.arithmetic import component_counts
 from glm5.config.model import GLM5Config
 
@@ -116,7 +124,7 @@ def _optimizer_state(size: Sizes, setting: Setting, count: int) -> int:
 
 def _communication(config: GLM5Config, setting: Setting, size: Sizes) -> int:
     """FSDP's gathered ends and blocks (one in use, the next, and the buffer that it arrives in), the widest block's
-    gradients on their way, rows of experts on theirs, and Muon's split matrices."""
+    gradients on their way, rows of experts on theirs, keys of other processes, and Muon's split matrices."""
     if setting.world == 1:
         return 0
     forward, item = setting.forward, setting.forward.item
@@ -126,7 +134,7 @@ def _communication(config: GLM5Config, setting: Setting, size: Sizes) -> int:
         gathered = size.ends + sum(experts // setting.ep + rest for experts, rest in size.layers)
     rows = 4 * forward.tokens * config.num_experts_per_tok * config.hidden_size * item if setting.ep > 1 else 0
     sent = (item + WIDE) * block if setting.trains != "indexers" else 0
-    return gathered * item + sent + rows
+    return gathered * item + sent + rows + 2 * exchanged_bytes(config, forward)
 
 
 def _phases(
