@@ -54,8 +54,11 @@ class TorchRanks(Ranks):
         numbers = torch.arange(self.world).view(-1, layout.ep)
         self._everyone = DeviceMesh(kind, torch.arange(self.world), mesh_dim_names=("all",))
         self._grid = DeviceMesh(kind, numbers, mesh_dim_names=("dp", "ep"))
-        self.row_share, self.row_shares = self.rank // layout.cp, self.world // layout.cp
         self._context = context_group(layout, self.device) if layout.cp > 1 else None
+
+    @property
+    def data_ranks(self) -> tuple[int, int]:
+        return self.rank // self.layout.cp, self.world // self.layout.cp
 
     @property
     def _experts(self) -> dist.ProcessGroup | None:
