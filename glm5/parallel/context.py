@@ -22,7 +22,7 @@ from glm5.config.parallel import Layout
 from glm5.data.packing import Batch, TokenPart
 from glm5.errors import ConfigError
 from glm5.ops.wide import wide
-from glm5.parallel.context_plan import Cells, begins_of, by_workload, keys_of, workload, zigzag
+from glm5.parallel.context_plan import Cells, begins_of, by_workload, keys_of, rows_by_work, workload, zigzag
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,14 @@ class ContextGroup:
     device: torch.device
     across: dist.ProcessGroup | None = None
     within: dist.ProcessGroup | None = None
+
+    def in_order(self, batch: Batch, config: GLM5Config) -> Batch:
+        """The rows with the most work first: micro-batches of ranks with other rows, which are computed at the same
+        time, then have similar work."""
+        if self.plan != "workload":
+            return batch
+        order = torch.from_numpy(rows_by_work(batch.documents.numpy(), workload(config)))
+        return replace(batch, ids=batch.ids[order], documents=batch.documents[order], loss_mask=batch.loss_mask[order])
 
     def own_tokens(self, batch: Batch, config: GLM5Config) -> Batch:
         """This rank's tokens of a micro-batch on the CPU, as one row [1, t] with `Batch.part`. A rank without tokens

@@ -1,4 +1,4 @@
-"""The torchrun process group as the `Ranks` of a training loop: data parallel x expert parallel."""
+"""The torchrun process group as the `Ranks` of a training loop: data, context and expert parallel."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ T = TypeVar("T")
 
 
 class TorchRanks(Ranks):
-    """Ranks in a dp x ep grid: consecutive ranks divide the experts of a layer, rank r has part r % ep.
+    """Ranks in a dp x ep grid: consecutive ranks divide the experts of a layer, rank r has part r % ep. Groups of `cp`
+    consecutive ranks take the same rows; they may be smaller or larger than those of experts.
 
     Other parameters are sharded over all ranks. Process groups have separate timeouts: for tensors within a step, for
     small objects, for waiting while rank 0 works alone, and for background threads. Between stages every rank has a
@@ -70,6 +71,9 @@ class TorchRanks(Ranks):
     def load(self, path: Path) -> GLM5ForCausalLM:
         self.on_main(lambda: verify_checkpoint(path))
         return self.together(lambda: GLM5ForCausalLM.from_pretrained(path, device="meta"))
+
+    def in_order(self, batch: Batch, config: GLM5Config) -> Batch:
+        return batch if self._context is None else self._context.in_order(batch, config)
 
     def own_tokens(self, batch: Batch, config: GLM5Config) -> Batch:
         return batch if self._context is None else self._context.own_tokens(batch, config)

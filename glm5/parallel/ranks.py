@@ -65,6 +65,10 @@ class Ranks:
         each = -(-rows // shares)
         return rank * each, (rank + 1) * each
 
+    def in_order(self, batch: Batch, config: GLM5Config) -> Batch:
+        """This rank's rows of a step in the order in which to compute them."""
+        return batch
+
     def own_tokens(self, batch: Batch, config: GLM5Config) -> Batch:
         """What this rank computes of a micro-batch of its rows: all, or with context parallelism a part."""
         return batch
