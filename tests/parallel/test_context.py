@@ -48,6 +48,7 @@ def results(tasks: Tasks) -> dict[str, Any]:
         cp4=task("gradients", cp=4, options={"recompute": True, "micro_rows": 2}),
         cp2=task("gradients", cp=2, plan="zigzag", ep=2, options={"recompute": "selective"}),
         nodes=task("gradients", cp=4, plan="zigzag", local=2, ep=2),
+        exchanges=task("exchanges", cp=4, local=2, plans=6),
         warmup4=task("gradients", cp=4, plan="zigzag", warmup=True, options={"recompute": True}),
         warmup2=task("gradients", cp=2, warmup=True),
     )
@@ -116,6 +117,14 @@ def same(expected: Any, found: Any) -> None:
     for parameter, values in expected["gradients"].items():
         wanted, got = torch.tensor(values), torch.tensor(found["gradients"][parameter])
         torch.testing.assert_close(got, wanted, rtol=0, atol=2e-6 * max(1.0, float(wanted.abs().max())), msg=parameter)
+
+
+def test_the_way_over_nodes_is_that_between_ranks(results: dict[str, Any]) -> None:
+    for plans in results["exchanges"]["found"]:
+        assert len(plans) == 6
+        for plan in plans:
+            assert plan["rows"] == [plan["expected"]] * 2
+            assert plan["back"] == [plan["sums"]] * 2
 
 
 @pytest.mark.long
