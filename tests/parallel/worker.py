@@ -87,7 +87,8 @@ class Watch:
         stats = ctx.router_stats or []
         self.routes.append([layer.experts.view(*batch.ids.shape, -1) for layer in stats])
         balance = balance_loss(stats, batch, model.config.n_routed_experts)
-        return loss + watch.total() + 0.01 * balance, numbers.merge([metrics])
+        indexers = watch.total() if model.config.use_dsa else 0.0
+        return loss + indexers + 0.01 * balance, numbers.merge([metrics])
 
 
 def stage(steps: int = STEPS, **options: Any) -> GradientStage:
