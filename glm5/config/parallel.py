@@ -14,7 +14,8 @@ DEVICES_PATTERN = r"^[a-z]+(:\d{1,4})?(, ?[a-z]+(:\d{1,4})?)*$"
 
 class Layout(Frozen):
     """Every process computes different rows (data parallel) and holds a shard of every parameter. `ep` neighbouring
-    processes divide the routed experts among them; the number of processes must be a multiple of `ep`.
+    processes divide the routed experts among them; the number of processes must be a multiple of `ep`. `cp` neighbours
+    compute the same rows, each a part of the tokens (context parallel).
 
     A run may resume under another layout: states on disk do not depend on it.
     """

@@ -1,1 +1,1 @@
-"""One model on several processes: meshes, sharding, expert parallelism."""
+"""One model on several processes: meshes, sharding, expert and context parallelism."""

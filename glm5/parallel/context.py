@@ -7,7 +7,7 @@ layer a rank receives the tokens that its own queries may see and no others; bac
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from glm5.config.parallel import Layout
 from glm5.data.packing import Batch, TokenPart
 from glm5.errors import ConfigError
 from glm5.ops.wide import wide
-from glm5.parallel.context_plan import Cells, begins_of, by_workload, keys_of, workload, zigzag
+from glm5.parallel.context_plan import Cells, begins_of, by_workload, keys_of, rows_by_work, workload, zigzag
 
 
 @dataclass(frozen=True)
@@ -40,29 +40,76 @@ class Exchange:
 
     def forward(self, x: Tensor) -> Tensor:
         """Rows [held, D] -> [needed, D]."""
-        rows = self._transfer(x.index_select(0, self.send), self.leave, self.arrive)
-        return torch.empty_like(rows).index_copy_(0, self.place, rows)
+        return self.start(x)()
+
+    def start(self, x: Tensor) -> Callable[[], Tensor]:
+        """Begin `forward`; call the result for the rows."""
+        wait = self._transfer(x.index_select(0, self.send), self.leave, self.arrive)
+        return lambda: torch.empty_like(rows := wait()).index_copy_(0, self.place, rows)
 
     def backward(self, grad: Tensor) -> Tensor:
         """Gradients [needed, D] -> [held, D], summed over receivers in fp32 or wider."""
-        rows = self._transfer(grad.index_select(0, self.place), self.arrive, self.leave)
-        found = torch.zeros(self.held, grad.shape[1], dtype=wide(grad.dtype), device=grad.device)
-        for index, part in zip(self.send.split(self.leave), rows.split(self.leave)):
-            found.index_add_(0, index, part.to(found.dtype))  # no index twice, so the sum has one order
-        return found.to(grad.dtype)
+        return self.start_backward(grad)()
 
-    def _transfer(self, rows: Tensor, leave: list[int], arrive: list[int]) -> Tensor:
+    def start_backward(self, grad: Tensor) -> Callable[[], Tensor]:
+        """Begin `backward`; call the result for the gradients."""
+        wait = self._transfer(grad.index_select(0, self.place), self.arrive, self.leave)
+
+        def finish() -> Tensor:
+            found = torch.zeros(self.held, grad.shape[1], dtype=wide(grad.dtype), device=grad.device)
+            for index, part in zip(self.send.split(self.leave), wait().split(self.leave)):
+                found.index_add_(0, index, part.to(found.dtype))  # no index twice, so the sum has one order
+            return found.to(grad.dtype)
+
+        return finish
+
+    def _transfer(self, rows: Tensor, leave: list[int], arrive: list[int]) -> Callable[[], Tensor]:
         found = rows.new_empty(sum(arrive), rows.shape[1])
-        dist.all_to_all_single(found, rows, arrive, leave, group=self.group)
-        return found
+        work = dist.all_to_all_single(found, rows, arrive, leave, group=self.group, async_op=True)
+
+        def wait() -> Tensor:
+            assert work is not None and len(rows) == sum(leave)  # the rows stay until they have left
+            work.wait()
+            return found
+
+        return wait
+
+
+@dataclass(frozen=True)
+class NodeExchange:
+    """The same over several nodes. `across`: rows go to every other node that needs them, once, to the rank with the
+    sender's place there; `within`: and from there to its ranks. `near`, the rows of this node, travel at the same time
+    as those of other nodes. `place`: where the rows of `near` and then of `within` go."""
+
+    near: Exchange
+    across: Exchange
+    within: Exchange
+    place: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See `Exchange`."""
+        finish = self.across.start(x)
+        near = self.near.forward(x)
+        rows = torch.cat((near, self.within.forward(finish())))
+        return torch.empty_like(rows).index_copy_(0, self.place, rows)
+
+    def backward(self, grad: Tensor) -> Tensor:
+        """See `Exchange`."""
+        near, far = grad.index_select(0, self.place).split((self._near, len(self.place) - self._near))
+        finish = self.across.start_backward(self.within.backward(far))
+        return self.near.backward(near) + finish()
+
+    @property
+    def _near(self) -> int:
+        return len(self.near.place)
 
 
 def exchange(
     held: Sequence[Cells], needed: Sequence[Cells], group: dist.ProcessGroup, device: torch.device
 ) -> Exchange:
-    """The exchange after which every rank of `group` has the cells that it needs; each is held by one rank."""
+    """The exchange after which every rank of `group` has the cells that it needs; one rank has each before."""
     rank, own = group.rank(), held[group.rank()]
-    holder = np.full(1 + max(int(cells[-1]) for cells in held if len(cells)), -1)
+    holder = np.full(1 + max((int(cells[-1]) for cells in held if len(cells)), default=-1), -1)
     for number, cells in enumerate(held):
         holder[cells] = number
     sent = [np.searchsorted(own, cells[holder[cells] == rank]) for cells in needed]
@@ -79,18 +126,13 @@ def exchange(
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, steps: Sequence[Exchange]) -> Tensor:
-        ctx.steps = steps
-        for step in steps:
-            x = step.forward(x)
-        return x
+    def forward(ctx: Any, x: Tensor, way: Exchange | NodeExchange) -> Tensor:
+        ctx.way = way
+        return way.forward(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        grad = grads[0]
-        for step in reversed(ctx.steps):
-            grad = step.backward(grad)
-        return grad, None
+        return ctx.way.backward(grads[0]), None
 
 
 @dataclass(frozen=True)
@@ -98,7 +140,7 @@ class ContextGroup:
     """The ranks that compute the same rows. `plan` is `Layout.cp_plan`.
 
     If the group spans nodes, `across` are its ranks with this rank's place in their node, and `within` those of this
-    node: rows go first to the nodes that need them, each once, and then to the ranks there.
+    node (see `NodeExchange`).
     """
 
     group: dist.ProcessGroup
@@ -106,6 +148,14 @@ class ContextGroup:
     device: torch.device
     across: dist.ProcessGroup | None = None
     within: dist.ProcessGroup | None = None
+
+    def in_order(self, batch: Batch, config: GLM5Config) -> Batch:
+        """The rows with the most work first: micro-batches of ranks with other rows, which are computed at the same
+        time, then have similar work."""
+        if self.plan != "workload":
+            return batch
+        order = torch.from_numpy(rows_by_work(batch.documents.numpy(), workload(config)))
+        return replace(batch, ids=batch.ids[order], documents=batch.documents[order], loss_mask=batch.loss_mask[order])
 
     def own_tokens(self, batch: Batch, config: GLM5Config) -> Batch:
         """This rank's tokens of a micro-batch on the CPU, as one row [1, t] with `Batch.part`. A rank without tokens
@@ -118,10 +168,10 @@ class ContextGroup:
         begins = np.append(begins_of(documents), np.arange(size, size + ranks))
         needed = [keys_of(own, begins) for own in held]
         own, begin, real = held[rank], begins[held[rank]], held[rank] < size
-        steps = self._steps(held, needed)
+        way = self._way(held, needed)
 
         def gather(x: Tensor) -> Tensor:
-            return _Gather.apply(x.flatten(2).squeeze(0), steps).view(1, -1, *x.shape[2:])
+            return _Gather.apply(x.flatten(2).squeeze(0), way).view(1, -1, *x.shape[2:])
 
         def add_up(x: Tensor) -> Tensor:
             dist.all_reduce(x, group=self.group)
@@ -150,21 +200,28 @@ class ContextGroup:
             part=part,
         )
 
-    def _steps(self, held: Sequence[Cells], needed: Sequence[Cells]) -> tuple[Exchange, ...]:
+    def _way(self, held: Sequence[Cells], needed: Sequence[Cells]) -> Exchange | NodeExchange:
         if self.across is None or self.within is None:
-            return (exchange(held, needed, self.group, self.device),)
-        local, place = self.within.size(), self.within.rank()
+            return exchange(held, needed, self.group, self.device)
+        local, node, place = self.within.size(), self.across.rank(), self.within.rank()
         nodes = [range(first, first + local) for first in range(0, len(held), local)]
-        wanted = [np.unique(np.concatenate([needed[rank] for rank in node])) for node in nodes]
-        # What each rank of this node holds after the first step: of its place on every node, what this node wants.
-        node = self.across.rank()
-        arrived = [
-            np.intersect1d(np.concatenate([held[other[at]] for other in nodes]), wanted[node]) for at in range(local)
+        inside = [np.sort(np.concatenate([held[rank] for rank in ranks])) for ranks in nodes]
+        # What every node needs of others, and what arrives of it at each place of this node.
+        missing = [
+            np.setdiff1d(np.concatenate([needed[rank] for rank in ranks]), own) for ranks, own in zip(nodes, inside)
         ]
-        own = [held[other[place]] for other in nodes]
-        columns = np.concatenate(own)
-        first = exchange(own, [np.intersect1d(columns, cells) for cells in wanted], self.across, self.device)
-        return first, exchange(arrived, [needed[rank] for rank in nodes[node]], self.within, self.device)
+        columns = [np.concatenate([held[ranks[at]] for ranks in nodes]) for at in range(local)]
+        arrived = [np.intersect1d(column, missing[node]) for column in columns]
+        wanted = [np.intersect1d(columns[place], cells) for cells in missing]
+        here = [needed[rank] for rank in nodes[node]]
+        near, far = ([f(keys, inside[node]) for keys in here] for f in (np.intersect1d, np.setdiff1d))
+        order = np.searchsorted(here[place], np.concatenate((near[place], far[place])))
+        return NodeExchange(
+            exchange([held[rank] for rank in nodes[node]], near, self.within, self.device),
+            exchange([held[ranks[place]] for ranks in nodes], wanted, self.across, self.device),
+            exchange(arrived, far, self.within, self.device),
+            torch.from_numpy(order).to(self.device),
+        )
 
 
 def context_group(layout: Layout, device: torch.device) -> ContextGroup:

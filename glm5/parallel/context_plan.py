@@ -86,6 +86,13 @@ def zigzag(documents: np.ndarray, ranks: int) -> list[Cells]:
     return [_joined(parts) for parts in found]
 
 
+def rows_by_work(documents: np.ndarray, work: Workload) -> np.ndarray:
+    """Numbers of rows, those with the most work first; equal rows keep their order."""
+    cells = np.arange(documents.size)
+    costs = np.where(documents.reshape(-1) >= 0, work.at(cells - begins_of(documents)), 0.0)
+    return np.argsort(-costs.reshape(documents.shape).sum(1), kind="stable")
+
+
 def by_workload(documents: np.ndarray, ranks: int, work: Workload) -> list[Cells]:
     """The cells of every rank so that work is even and few tokens travel (ByteScale, FlexSP): a short document is whole
     on one rank, a longer one is cut over a group of neighbouring ranks, 2, 4, … up to all of them.

@@ -1,4 +1,4 @@
-"""The torchrun process group as the `Ranks` of a training loop: data parallel x expert parallel."""
+"""The torchrun process group as the `Ranks` of a training loop: data, context and expert parallel."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ T = TypeVar("T")
 
 
 class TorchRanks(Ranks):
-    """Ranks in a dp x ep grid: consecutive ranks divide the experts of a layer, rank r has part r % ep.
+    """Ranks in a dp x ep grid: consecutive ranks divide the experts of a layer, rank r has part r % ep. Groups of `cp`
+    consecutive ranks take the same rows; they may be smaller or larger than those of experts.
 
     Other parameters are sharded over all ranks. Process groups have separate timeouts: for tensors within a step, for
     small objects, for waiting while rank 0 works alone, and for background threads. Between stages every rank has a
@@ -56,13 +57,16 @@ class TorchRanks(Ranks):
         numbers = torch.arange(self.world).view(-1, layout.ep)
         self._everyone = DeviceMesh(kind, torch.arange(self.world), mesh_dim_names=("all",))
         self._grid = DeviceMesh(kind, numbers, mesh_dim_names=("dp", "ep"))
-        self.row_share, self.row_shares = self.rank // layout.cp, self.world // layout.cp
         self._context = context_group(layout, self.device) if layout.cp > 1 else None
         master = os.environ.get("MASTER_ADDR", "localhost")
         # Of a group that the program around has made, the program has to know how it ends.
         self._lifeline = (
             Lifeline(self.rank, self.world, master, lambda value: self.gather(value)[0]) if self._joined else None
         )
+
+    @property
+    def data_ranks(self) -> tuple[int, int]:
+        return self.rank // self.layout.cp, self.world // self.layout.cp
 
     @property
     def _experts(self) -> dist.ProcessGroup | None:
@@ -74,6 +78,9 @@ class TorchRanks(Ranks):
     def load(self, path: Path) -> GLM5ForCausalLM:
         self.on_main(lambda: verify_checkpoint(path))
         return self.together(lambda: GLM5ForCausalLM.from_pretrained(path, device="meta"))
+
+    def in_order(self, batch: Batch, config: GLM5Config) -> Batch:
+        return batch if self._context is None else self._context.in_order(batch, config)
 
     def own_tokens(self, batch: Batch, config: GLM5Config) -> Batch:
         return batch if self._context is None else self._context.own_tokens(batch, config)

@@ -42,8 +42,6 @@ class Ranks:
 
     rank = 0
     world = 1
-    row_share, row_shares = 0, 1
-    """Which of how many parts of a step's rows this rank takes. Ranks of a context-parallel group take the same."""
     device = torch.device("cpu")
     async_save = True
     """`Layout.async_save`."""
@@ -56,10 +54,20 @@ class Ranks:
     def main(self) -> bool:
         return self.rank == 0
 
+    @property
+    def data_ranks(self) -> tuple[int, int]:
+        """(number of this rank's share of the rows, number of shares); context-parallel ranks take the same rows."""
+        return self.rank, self.world
+
     def share(self, rows: int) -> tuple[int, int]:
         """First and last (exclusive) row of a step for this rank; rows past the end of the batch are padding."""
-        each = -(-rows // self.row_shares)
-        return self.row_share * each, (self.row_share + 1) * each
+        rank, shares = self.data_ranks
+        each = -(-rows // shares)
+        return rank * each, (rank + 1) * each
+
+    def in_order(self, batch: Batch, config: GLM5Config) -> Batch:
+        """This rank's rows of a step in the order in which to compute them."""
+        return batch
 
     def own_tokens(self, batch: Batch, config: GLM5Config) -> Batch:
         """What this rank computes of a micro-batch of its rows: all, or with context parallelism a part."""

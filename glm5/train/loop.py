@@ -321,11 +321,11 @@ class Trainer:
 
     def _parts(self, batch: Batch, counts: StepCounts) -> list[Batch]:
         """This rank's micro-batches, with the counts of the whole step. A batch with `step` set has its rows only."""
-        rows = batch.ids.shape[0]
-        start, stop = (0, rows) if batch.step is not None else self.ranks.share(rows)
-        size = self.stage.micro_rows or stop - start
+        own = batch if batch.step is not None else batch.rows(*self.ranks.share(batch.ids.shape[0]))
+        own, rows = self.ranks.in_order(own, self.model.config), own.ids.shape[0]
+        size = self.stage.micro_rows or rows
         device = next(self.model.parameters()).device
-        parts = [batch.rows(first, min(first + size, stop)) for first in range(start, stop, size)]
+        parts = [own.rows(first, min(first + size, rows)) for first in range(0, rows, size)]
         divided = (self.ranks.own_tokens(replace(part, step=counts), self.model.config) for part in parts)
         return [part.to(device) for part in divided]
 
@@ -334,7 +334,9 @@ class Trainer:
         because a sharded model computes on all ranks or on none. Raises DataError for a weight that is not finite."""
         self.check_weights(step)
         if in_forward:
-            part = next((p for p, loss in zip(parts, losses) if not math.isfinite(loss)), parts[0])
+            # One micro-batch on all ranks: those that share its rows compute it together.
+            bad = (number for number, loss in enumerate(losses) if not math.isfinite(loss))
+            part = parts[min(self.ranks.gather(next(bad, len(parts) - 1)))]
             name = first_name(self.ranks, bad_module(self._computing, lambda: self._forward(part)))
             return (name, f"the output of {name}") if name else ("loss", "the loss, but no module's output")
         self.optimizer.zero_grad(set_to_none=True)

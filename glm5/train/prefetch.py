@@ -61,8 +61,7 @@ class Prefetch:
         # Failures and counts in one exchange: every rank goes on, or every rank raises.
         numbers = torch.tensor([isinstance(found, BaseException), counts.rows, counts.tokens, *counts.targets])
         failed, *sums = self._ranks.sum(numbers).tolist()
-        copies = self._ranks.world // self._ranks.row_shares  # ranks that count the same rows
-        rows, tokens, *targets = (number // copies for number in sums)
+        rows, tokens, *targets = (n // (self._ranks.world // self._ranks.data_ranks[1]) for n in sums)
         batch = self._ranks.together(lambda: _batch(found)) if failed else _batch(found)
         return replace(batch, step=StepCounts(rows, tokens, tuple(targets)))
 

@@ -11,11 +11,21 @@ import torch
 from glm5.config.model import GLM5Config
 from glm5.config.parallel import Layout
 from glm5.errors import ConfigError
+from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.parallel.ranks import check_layout, check_model
 
 pytestmark = pytest.mark.dist
 
 STEPS = 20
+
+
+GROUPED = dict(
+    attention_type="gqa", vocab_size=40, hidden_size=32, intermediate_size=48, moe_intermediate_size=16,
+    num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, first_k_dense_replace=1,
+    n_routed_experts=6, num_experts_per_tok=2, rope_theta=1e4, max_position_embeddings=512, initializer_range=0.2,
+    num_nextn_predict_layers=1, attention_pattern="SF", efficient_attention="swa", sliding_window=5,
+)  # fmt: skip
+"""Grouped queries, in the first layer over a window."""
 
 
 class Tasks:
@@ -40,14 +50,26 @@ def tasks(job: Any, start: str, tmp_path_factory: pytest.TempPathFactory) -> Tas
 
 
 @pytest.fixture(scope="module")
-def results(tasks: Tasks) -> dict[str, Any]:
+def results(tasks: Tasks, small: Any) -> dict[str, Any]:
     """One step, on one process and on four."""
-    task = tasks.task
-    return tasks(1, gradients=task("gradients"), warmup=task("gradients", warmup=True)) | tasks(
+    task, dense, grouped = tasks.task, tasks.folder / "dense-model", tasks.folder / "grouped-model"
+    small(seed=2, n_routed_experts=6, use_dsa=False).save_pretrained(dense)
+    GLM5ForCausalLM(GLM5Config.build(GROUPED, where="test"), seed=3).save_pretrained(grouped)
+    one = tasks(
+        1,
+        gradients=task("gradients"),
+        warmup=task("gradients", warmup=True),
+        dense=task("gradients", start=str(dense)),
+        grouped=task("gradients", start=str(grouped)),
+    )
+    return one | tasks(
         4,
+        dense4=task("gradients", cp=4, start=str(dense), options={"recompute": "selective"}),
+        grouped4=task("gradients", cp=4, start=str(grouped)),
         cp4=task("gradients", cp=4, options={"recompute": True, "micro_rows": 2}),
         cp2=task("gradients", cp=2, plan="zigzag", ep=2, options={"recompute": "selective"}),
         nodes=task("gradients", cp=4, plan="zigzag", local=2, ep=2),
+        exchanges=task("exchanges", cp=4, local=2, plans=6),
         warmup4=task("gradients", cp=4, plan="zigzag", warmup=True, options={"recompute": True}),
         warmup2=task("gradients", cp=2, warmup=True),
     )
@@ -101,6 +123,8 @@ def test_losses_follow_one_process(runs: dict[str, Any], name: str) -> None:
         ("cp4", "gradients"),
         ("cp2", "gradients"),
         ("nodes", "gradients"),
+        ("dense4", "dense"),
+        ("grouped4", "grouped"),
         ("warmup4", "warmup"),
         ("warmup2", "warmup"),
     ],
@@ -116,6 +140,14 @@ def same(expected: Any, found: Any) -> None:
     for parameter, values in expected["gradients"].items():
         wanted, got = torch.tensor(values), torch.tensor(found["gradients"][parameter])
         torch.testing.assert_close(got, wanted, rtol=0, atol=2e-6 * max(1.0, float(wanted.abs().max())), msg=parameter)
+
+
+def test_the_way_over_nodes_is_that_between_ranks(results: dict[str, Any]) -> None:
+    for plans in results["exchanges"]["found"]:
+        assert len(plans) == 6
+        for plan in plans:
+            assert plan["rows"] == [plan["expected"]] * 2
+            assert plan["back"] == [plan["sums"]] * 2
 
 
 @pytest.mark.long

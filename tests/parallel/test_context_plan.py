@@ -23,6 +23,7 @@ from glm5.parallel.context_plan import (
     documents_of,
     group_sizes,
     keys_of,
+    rows_by_work,
     workload,
     zigzag,
 )
@@ -127,6 +128,14 @@ def test_the_even_plan_with_the_fewest_bytes() -> None:
     assert [len(np.unique(own // 500)) for own in by_workload(alike, 4, DENSE)] == [1] * 4
     one = np.zeros((1, 1000), np.int64)
     assert all(map(np.array_equal, by_workload(one, 4, DENSE), zigzag(one, 4)))
+
+
+@given(documents=packed())
+def test_rows_with_the_most_work_come_first(documents: np.ndarray) -> None:
+    order = rows_by_work(documents, DENSE).tolist()
+    found = [loads(documents[[row]], [np.flatnonzero(documents[row] >= 0)], DENSE)[0] for row in order]
+    assert sorted(order) == list(range(len(documents)))
+    assert all(a > b or (a == b and i < j) for a, b, i, j in zip(found, found[1:], order, order[1:]))
 
 
 @pytest.mark.parametrize(("ranks", "sizes"), [(1, [1]), (2, [1, 2]), (8, [1, 2, 4, 8]), (6, [1, 3, 6]), (9, [1, 3, 9])])

@@ -87,12 +87,19 @@ def torchrun(environment: dict[str, str], *arguments: object, world: int = 2) ->
 
 @pytest.mark.long
 @pytest.mark.dist
-@pytest.mark.parametrize("torchruns", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("option", "torchruns"), [("ep", False), ("cp", False), pytest.param("ep", True, marks=pytest.mark.slow)]
+)
 def test_two_processes_make_one_run(
-    recipe: Callable[..., Path], tmp_path: Path, job: Any, worker_environment: dict[str, str], torchruns: bool
+    recipe: Callable[..., Path],
+    tmp_path: Path,
+    job: Any,
+    worker_environment: dict[str, str],
+    option: str,
+    torchruns: bool,
 ) -> None:
     """Started by torchrun, or with the variables that it sets, which saves loading torch three times."""
-    arguments = ("train", recipe("two"), "--set", "parallel.ep=2")
+    arguments = ("train", recipe("two"), "--set", f"parallel.{option}=2")
     if torchruns:
         done = torchrun(worker_environment, *arguments)
         assert done.returncode == 0, done.stderr[-3000:]

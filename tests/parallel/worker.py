@@ -87,7 +87,8 @@ class Watch:
         stats = ctx.router_stats or []
         self.routes.append([layer.experts.view(*batch.ids.shape, -1) for layer in stats])
         balance = balance_loss(stats, batch, model.config.n_routed_experts)
-        return loss + watch.total() + 0.01 * balance, numbers.merge([metrics])
+        indexers = watch.total() if model.config.use_dsa else 0.0
+        return loss + indexers + 0.01 * balance, numbers.merge([metrics])
 
 
 def stage(steps: int = STEPS, **options: Any) -> GradientStage:
@@ -217,6 +218,35 @@ def exported(model: GLM5ForCausalLM, task: dict[str, Any], ranks: Ranks) -> dict
 def digest(model: GLM5ForCausalLM) -> dict[str, list[float]]:
     """A few exact numbers of every tensor."""
     return {name: [float(t.double().sum()), float(t.double().square().sum())] for name, t in model.state_dict().items()}
+
+
+def exchanges(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
+    """Random plans, of which some ranks have no token: what every rank receives by way of nodes and directly, and the
+    gradients that come back."""
+    import numpy as np
+
+    from glm5.parallel.context import ContextGroup, exchange
+    from glm5.parallel.context_plan import begins_of, keys_of
+
+    context = ranks._context  # type: ignore[attr-defined]
+    assert isinstance(context, ContextGroup) and context.within is not None
+    found = []
+    for seed in range(task["plans"]):
+        generator = np.random.default_rng(seed)
+        documents = np.repeat(np.arange(6), generator.integers(1, 12, 6))[None]
+        owners = generator.integers(0, ranks.world, documents.size) if seed else np.zeros(documents.size, np.int64)
+        held = [np.flatnonzero(owners == rank) for rank in range(ranks.world)]
+        needed = [keys_of(cells, begins_of(documents)) for cells in held]
+        x = torch.from_numpy(np.outer(held[ranks.rank], [1.0, 0.5]))
+        grad = torch.from_numpy(np.outer(needed[ranks.rank] + ranks.rank, [2.0, 3.0]))
+        ways = context._way(held, needed), exchange(held, needed, context.group, context.device)
+        rows = [way.forward(x).tolist() for way in ways]
+        back = [way.backward(grad).tolist() for way in ways]
+        readers = [[r for r, cells in enumerate(needed) if cell in cells] for cell in held[ranks.rank]]
+        sums = [sum(cell + r for r in seen) for cell, seen in zip(held[ranks.rank], readers)]
+        expected = np.outer(needed[ranks.rank], [1.0, 0.5]).tolist()
+        found.append({"rows": rows, "expected": expected, "back": back, "sums": np.outer(sums, [2.0, 3.0]).tolist()})
+    return {"found": ranks.gather(found)}
 
 
 def sft_rows(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
@@ -445,7 +475,7 @@ def live(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
 
 TASKS = {
     "follow": follow, "gradients": gradients, "run": run, "fail": fail, "refuse": refuse, "policy": policy,
-    "live": live, "sft_rows": sft_rows,
+    "live": live, "sft_rows": sft_rows, "exchanges": exchanges,
 }  # fmt: skip
 
 
