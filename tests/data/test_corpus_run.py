@@ -131,7 +131,7 @@ def test_the_account_is_refused_if_a_document_is_lost(tmp_path: Path) -> None:
     steps = {"read": [read, {"total": 8, "dropped": 3}], "tokens": [{}, {"total": 5}]}
     (tmp_path / "plan").mkdir()
     (tmp_path / "plan" / "sources.json").write_text("{}")
-    mine = recipe(tasks=1, dedup={"exact": False, "minhash": False})
+    mine = recipe(tasks=1, dedup={"exact": False, "minhash": False, "held_out": None})
 
     def account() -> dict[str, Any]:
         for stage, found in steps.items():
