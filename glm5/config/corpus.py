@@ -125,7 +125,8 @@ class SemanticConfig(Frozen):
     """Cosine of two embeddings from which one of the documents is dropped. 0.88 suits wordllama; measure for others."""
     kinds: list[Kind] = ["web", "prose"]
     cluster: int = Field(1000, ge=1)
-    """Documents per cluster, on average. Only documents of one cluster are compared."""
+    """Documents per cluster, on average. Only documents of one cluster are compared. The time for the centres grows
+    with the square of the documents, divided by this: above some ten million documents, take more."""
 
 
 class DedupConfig(Frozen):

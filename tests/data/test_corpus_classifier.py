@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import random
 import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from glm5.config.corpus import ClassifierRecipe, SourceConfig
-from glm5.data.corpus.classifier import BITS, Classifier, Evaluation, evaluate, features
+from glm5.data.corpus.classifier import BITS, Classifier, Evaluation, evaluate, features, write_model
+from glm5.data.corpus.clusters import rounded
+from glm5.data.corpus.embeddings import Embeddings
 from glm5.data.corpus.labelled import _intervals, _texts, train_and_evaluate
+from glm5.data.corpus.logistic import EmbeddingClassifier, fit, load_classifier
 from glm5.errors import DataError
 from glm5.stats import roc_area
 
@@ -115,3 +120,51 @@ def test_an_evaluation_without_positives_is_an_error() -> None:
     for nothing in (Evaluation(0, 1, 0, 1, area), Evaluation(0, 0, 1, 1, area)):
         with pytest.raises(DataError, match="more texts"):
             _intervals(nothing)
+
+
+class Marks(Embeddings):
+    """Counts of the marks, instead of a model."""
+
+    def __call__(self, text: str) -> np.ndarray:
+        return rounded(np.array([text.count(mark) for label in (True, False) for mark in MARKS[label]]))
+
+    def sha256(self) -> str:
+        return self.model
+
+
+def test_a_classifier_of_embeddings_learns_them_beats_the_baseline_and_survives_saving(tmp_path: Path) -> None:
+    found = train_and_evaluate(*corpus(200), embeddings=Marks("marks"))
+    assert found.held_out.area.value == 1 > found.baseline.area.high
+    assert isinstance(found.model, EmbeddingClassifier)
+    found.model.save(tmp_path / "c", {"name": "x"})
+    again = load_classifier(tmp_path / "c")
+    vectors = [Marks("marks")(one) for one in corpus(5)[0]]
+    assert isinstance(again, EmbeddingClassifier) and again.embeddings.model == "marks"
+    assert [again.at(vector) for vector in vectors] == [found.model.at(vector) for vector in vectors]
+    for facts in ('"sha256": 5', '"model": "marks"'):
+        text = (tmp_path / "c" / "classifier.json").read_text().replace('"sha256": "marks"', facts)
+        (tmp_path / facts[1:4]).mkdir()
+        write_model(tmp_path / facts[1:4], again.weights, json.loads(text))
+        with pytest.raises(DataError, match="another kind"):
+            load_classifier(tmp_path / facts[1:4])
+    again.embeddings = Marks("other")
+    with pytest.raises(DataError, match="another state of other"):
+        again.check(tmp_path / "c")
+
+
+def test_the_regression_is_at_the_minimum_of_its_loss() -> None:
+    """By torch's derivative of the loss as it is written down."""
+    draw = np.random.default_rng(0)
+    rows, labels = draw.normal(size=(300, 6)) * [1, 5, 0.1, 1, 1, 0] + 3, draw.random(300) < 0.3
+    rows[labels, 0] += 1
+    weights, bias = fit(rows, labels.tolist())
+    scaled = (rows - rows.mean(0)) / np.maximum(rows.std(0), 1e-9)
+    w = torch.tensor(weights * rows.std(0), requires_grad=True)
+    b = torch.tensor(bias + weights @ rows.mean(0), requires_grad=True)
+    logits, wanted = torch.tensor(scaled) @ w + b, torch.tensor(labels, dtype=torch.float64)
+    worth = torch.where(wanted > 0, 0.5 / wanted.mean(), 0.5 / (1 - wanted.mean()))
+    loss = (worth * torch.nn.functional.binary_cross_entropy_with_logits(logits, wanted, reduction="none")).sum()
+    (loss + w.square().sum() / 2).backward()
+    assert w.grad is not None and b.grad is not None
+    assert float(w.grad.abs().max()) < 1e-6 and float(b.grad.abs()) < 1e-6
+    assert weights[0] > 0.5 and np.isfinite(weights).all()

@@ -14,8 +14,8 @@ from typing import Any
 
 from glm5.config.corpus import CorpusRecipe
 from glm5.data.corpus.plan import source_counts
-from glm5.data.corpus.split import MOVES
 from glm5.data.corpus.samples import KEPT_BY
+from glm5.data.corpus.split import MOVES
 from glm5.errors import DataError
 from glm5.files import MANIFEST, atomic_write
 

@@ -32,9 +32,13 @@ def train_classifier(
     """Write the classifier of `recipe` to `out`; returns what is known about it: counts of texts, its evaluation on
     held-out ones, and intervals (95 %, Wilson) of precision and recall.
 
-    Raises DataError for a source without files or too few texts, MissingExtraError without the extra `data`.
+    Raises DataError for a source without files or too few texts, MissingExtraError without the extra `data` (or
+    `embeddings`).
     """
     need_extra("local")
+    embeddings = None if recipe.embeddings is None else Embeddings(recipe.embeddings)
+    if embeddings is not None:
+        embeddings.sha256()  # fails now, not after reading
     from datatrove.utils.logging import logger
 
     from glm5.data.corpus.read import sandboxed
@@ -46,7 +50,6 @@ def train_classifier(
         def read(sources: list[SourceConfig]) -> Iterator[str]:
             return (text for source in sources for text in _texts(source, recipe, extract))
 
-        embeddings = None if recipe.embeddings is None else Embeddings(recipe.embeddings)
         found = train_and_evaluate(
             read(recipe.positive), read(recipe.negative), recipe.seed, progress, embeddings=embeddings
         )
