@@ -6,9 +6,10 @@ All intervals are two-sided. `confidence` is the share of repetitions in which s
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist, fmean, pvariance, stdev
+from statistics import NormalDist, fmean, pvariance, stdev, variance
 
 _EXACT_DF = 300  # above this many degrees of freedom the expansion below is exact to six digits
 
@@ -171,6 +172,25 @@ def ratio_of_means(above: Sequence[float], below: Sequence[float]) -> Interval |
         return None
     root = math.sqrt(max(0.0, (x * y - xy) ** 2 - lead * (x * x - xx)))
     return Interval(x / y, (x * y - xy - root) / lead, (x * y - xy + root) / lead, n)
+
+
+def roc_area(positive: Sequence[float], negative: Sequence[float], confidence: float = 0.95) -> Interval:
+    """Area under the ROC curve: the share of pairs in which the positive scores higher; a tie is half a pair. The
+    interval is DeLong's (1988) on the logit scale; if every pair agrees, Wilson's for as many pairs as the smaller
+    class has scores. Raises ValueError for an empty class."""
+    if not positive or not negative:
+        raise ValueError("both classes need scores")
+    low, high = sorted(negative), sorted(positive)
+    beaten = [(bisect_left(low, x) + bisect_right(low, x)) / (2 * len(low)) for x in positive]
+    lost = [1 - (bisect_left(high, x) + bisect_right(high, x)) / (2 * len(high)) for x in negative]
+    area, n = fmean(beaten), min(len(low), len(high))
+    if not 0 < area < 1 or n < 2:
+        edge = wilson(area * n, n, confidence)
+        return Interval(area, edge.low, edge.high, len(low) + len(high))
+    error = math.sqrt(variance(beaten) / len(beaten) + variance(lost) / len(lost)) / (area * (1 - area))
+    middle, reach = math.log(area / (1 - area)), _normal_quantile(confidence) * error
+    ends = [1 / (1 + math.exp(-max(-700.0, min(700.0, x)))) for x in (middle - reach, middle + reach)]
+    return Interval(area, ends[0], ends[1], len(low) + len(high))
 
 
 def t_quantile(confidence: float, df: int) -> float:

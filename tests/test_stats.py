@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from glm5.stats import clustered_share, mean_interval, paired_difference, t_quantile, wilson
+from glm5.stats import clustered_share, mean_interval, paired_difference, roc_area, t_quantile, wilson
 
 
 @pytest.mark.parametrize(
@@ -114,3 +114,24 @@ def test_what_has_no_interval_is_refused() -> None:
     ):
         with pytest.raises(ValueError):
             call()
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=9), st.lists(st.integers(0, 4), min_size=1, max_size=9))
+def test_the_roc_area_is_the_share_of_pairs_in_order(positive: list[int], negative: list[int]) -> None:
+    found = roc_area(positive, negative)
+    pairs = [(a > b) + (a == b) / 2 for a in positive for b in negative]
+    assert found.value == pytest.approx(sum(pairs) / len(pairs))
+    assert 0 <= found.low <= found.value <= found.high <= 1 and found.low < found.high
+    mirror = roc_area(negative, positive)
+    assert (mirror.low, mirror.high) == pytest.approx((1 - found.high, 1 - found.low))
+
+
+def test_the_roc_interval_covers_the_true_area() -> None:
+    """Normal scores one deviation apart: the area is the normal distribution's value at 1 / sqrt(2)."""
+    truth, draw, covered, repeats = 0.5 * (1 + math.erf(0.5)), random.Random(4), 0, 400
+    for _ in range(repeats):
+        found = roc_area([draw.gauss(1, 1) for _ in range(60)], [draw.gauss(0, 1) for _ in range(40)])
+        covered += found.low <= truth <= found.high
+    assert 0.92 <= covered / repeats <= 0.98
+    with pytest.raises(ValueError, match="both classes"):
+        roc_area([], [1.0])

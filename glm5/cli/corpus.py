@@ -65,7 +65,10 @@ def data_classifier(recipe: Recipe, out: Out, overrides: Overrides = [], as_json
     for name in ("precision", "recall"):
         low, high = facts["intervals"][name]
         typer.echo(f"{name} {held_out[name]:.1%} ({low:.1%} to {high:.1%})")
-    typer.echo(f"area {held_out['area']:.4f}, {facts['texts']['held_out']:,} held-out texts; wrote {out}")
+    for name, found in (("area under the ROC curve", held_out), ("of length and little words", facts["baseline"])):
+        low, high = found["area_interval"]
+        typer.echo(f"{name} {found['area']:.4f} ({low:.4f} to {high:.4f})")
+    typer.echo(f"{facts['texts']['held_out']:,} held-out texts; wrote {out}")
 
 
 @data_app.command("report")
@@ -87,6 +90,15 @@ def summary(account: dict[str, Any]) -> list[str]:
     for name, step in account["steps"].items():
         worst = ", ".join(f"{reason} {count:,}" for reason, count in list(step["reasons"].items())[:5])
         lines.append(f"{name}: {step['dropped']:,} of {step['documents']:,} dropped" + (f" ({worst})" if worst else ""))
+    if account["added"]:
+        lifted = ", ".join(f"{count:,} to {bucket}" for bucket, count in account["added"].items())
+        lines.append(f"the second classifier added {sum(account['added'].values()):,} documents ({lifted})")
+    if held_out := account["held_out"]:
+        lines.append(
+            f"held out: {held_out['documents']:,} documents; {held_out['moved']:,} more were as similar as "
+            f"{held_out['similarity']} to training text and moved there; of the rest the most similar has "
+            f"{held_out['most_similar']:.2f}"
+        )
     for name, shard in account["shards"].items():
         lines.append(
             f"{name}: {shard['train_documents']:,} documents, {shard['train_tokens']:,} tokens; "

@@ -99,8 +99,11 @@ class QualityConfig(Frozen):
     kinds: list[Kind] = ["web", "prose"]
     buckets: list[BucketConfig] = Field(min_length=1)
     """From the best to the worst. A score below the last one drops the document."""
+    second: str | None = None
+    """Another classifier, such as one on embeddings: of both buckets a document gets the better one. Documents that it
+    lifts are counted as added."""
     knowledge: str | None = None
-    """A second classifier, for knowledge of the world: it keeps a document of low quality in the last bucket."""
+    """A classifier for knowledge of the world: it keeps a document of low quality in the last bucket."""
     knowledge_at_least: float = Field(0.8, ge=0, le=1)
 
     @model_validator(mode="after")
@@ -113,8 +116,21 @@ class QualityConfig(Frozen):
         return self
 
 
+class SemanticConfig(Frozen):
+    """SemDedup: of documents whose embeddings almost agree, one stays."""
+
+    embeddings: str = "wordllama"
+    """What embeds documents: wordllama, all-MiniLM-L6-v2 or the folder of a checkpoint."""
+    at_least: float = Field(0.88, gt=0, le=1)
+    """Cosine of two embeddings from which one of the documents is dropped. 0.88 suits wordllama; measure for others."""
+    kinds: list[Kind] = ["web", "prose"]
+    cluster: int = Field(1000, ge=1)
+    """Documents per cluster, on average. Only documents of one cluster are compared. The time for the centres grows
+    with the square of the documents, divided by this: above some ten million documents, take more."""
+
+
 class DedupConfig(Frozen):
-    """Deduplication over all sources: exact copies first, then near-duplicates by MinHash."""
+    """Deduplication over all sources: exact copies first, then near-duplicates by MinHash, then by embeddings."""
 
     exact: bool = True
     minhash: bool = True
@@ -122,6 +138,11 @@ class DedupConfig(Frozen):
     buckets: int = Field(14, ge=1)
     """A pair of Jaccard similarity s is found with probability 1 - (1 - s^hashes)^buckets; 92 % at s = 0.8."""
     hashes: int = Field(8, ge=1)
+    semantic: SemanticConfig | None = None
+    """SemDedup; `[dedup.semantic]` switches it on."""
+    held_out: float | None = Field(0.5, ge=0.3, le=1)
+    """Held-out documents of this Jaccard similarity to a training document become training documents too. None: all
+    stay."""
 
 
 class LimitConfig(Frozen):
@@ -150,6 +171,8 @@ class ClassifierRecipe(Frozen):
     seed: int = 0
     positive: list[SourceConfig] = Field(min_length=1)
     negative: list[SourceConfig] = Field(min_length=1)
+    embeddings: str | None = None
+    """Decide by embeddings of texts, of this model (see SemanticConfig), instead of by their words."""
     characters: int = Field(2000, ge=1)
     """Of each text the first so many count, so that length decides nothing."""
     shortest: int = Field(200, ge=0)

@@ -1,8 +1,9 @@
 """Whether the problems of an evaluation stand in the text that a model was trained on: shared runs of 13 words.
 
-Case, punctuation and line ends do not count. A problem of 5 to 12 words is looked for as a whole, a shorter one not at
-all. The share of a problem's words that lie in a run that was found tells how much of it was seen: below `CLEAN` it
-counts as new, from `SEEN` on as seen, in between as neither (the bounds of Llama 2, arXiv:2307.09288, App. A.6).
+Case, punctuation, line ends, hyphens and markup do not count. A problem of 5 to 12 words is looked for as a whole, a
+shorter one not at all. The share of a problem's words that lie in a run that was found tells how much of it was seen:
+below `CLEAN` it counts as new, from `SEEN` on as seen, in between as neither (the bounds of Llama 2, arXiv:2307.09288,
+App. A.6).
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from pathlib import Path
 import numpy as np
 
 from glm5.chat import Tokenizer
-from glm5.data.dedup import ngram_hashes, plain_words
+from glm5.data.corpus.contaminated import RUN, SHORTEST, compared_words
+from glm5.data.dedup import ngram_hashes
 from glm5.data.shards import open_shard
 from glm5.errors import DataError
 
-RUN, SHORTEST = 13, 5
 CLEAN, SEEN = 0.2, 0.8
 
 
@@ -34,7 +35,7 @@ class Overlap:
     _found: dict[int, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._words = {name: plain_words(text) for name, text in self.problems.items()}
+        self._words = {name: compared_words(text) for name, text in self.problems.items()}
         runs: dict[int, list[np.ndarray]] = defaultdict(list)
         for words in self._words.values():
             if len(words) >= SHORTEST:
@@ -45,7 +46,7 @@ class Overlap:
     def read(self, texts: Iterable[str]) -> None:
         """Look for the problems in these documents too."""
         for text in texts:
-            words = plain_words(text)
+            words = compared_words(text)
             for size, wanted in self._wanted.items():
                 hashes = ngram_hashes(words, size)
                 places = np.searchsorted(wanted, hashes).clip(max=len(wanted) - 1)

@@ -10,7 +10,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from glm5.data.corpus.samples import Samples
+from glm5.data.corpus.samples import ADDED, Samples
 from glm5.errors import DataError
 from glm5.files import atomic_write, read_small
 from glm5.report.drawing import palette_css
@@ -71,6 +71,7 @@ def render(account: Mapping[str, Any], samples: Samples) -> str:
             flow=flow,
             bars=[bars(title, heading, account["kept_by"][key]) for title, heading, key in _TABLES],
             kept=samples.read("kept"),
+            added=samples.read(ADDED),
         )
     )
 

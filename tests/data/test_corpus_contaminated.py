@@ -10,7 +10,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from glm5.data.corpus.contaminated import Problems, read_problems
+from glm5.data.corpus.contaminated import Problems, compared_words, read_problems
 from glm5.errors import DataError
 from glm5.eval.contamination import Overlap
 
@@ -24,6 +24,52 @@ def test_copies_are_found_whatever_their_punctuation_and_other_texts_are_not() -
     assert problems.worst("He asked: is this a very short one? No.") == ("short", 1.0)
     assert problems.worst("A farmer has twelve hens and they lay some eggs; two words") == ("", 0.0)
     assert problems.worst("") == ("", 0.0)
+
+
+DISGUISES = {
+    "tags": PROBLEM.replace("twelve hens", "<b class='x'>twelve</b> h<i>en</i>s").replace(" eggs", "<br/> eggs"),
+    "blocks": "<p>" + PROBLEM.replace(", so", ",</p>\n<p>so") + "</p>",
+    "entities": PROBLEM.replace("a day", "a&nbsp;day").replace("?", "&#63;"),
+    "escaped tags": PROBLEM.replace("hens", "&lt;em&gt;hens&lt;/em&gt;"),
+    "emphasis": PROBLEM.replace("twelve", "**twe**lve").replace("three", "_three_").replace("week", "`week`"),
+    "a link": PROBLEM.replace("twelve hens", '[twelve hens](https://hens.example/a_b "Hens")'),
+    "a reference": PROBLEM.replace("twelve hens", "[twelve hens][4]"),
+    "a quote": "> " + PROBLEM.replace("every", "\n> every"),
+    "hyphens at line ends": PROBLEM.replace("farmer", "far-\nmer").replace("there after", "there af-\n  ter"),
+    "hyphens in a quote": "> " + PROBLEM.replace("farmer", "far-\n> mer"),
+    "soft hyphens": PROBLEM.replace("farmer", "far\u00admer").replace("twelve", "twel\u00ad\nve"),
+    "invisible characters": PROBLEM.replace("farmer", "f\u200barm\u2060er").replace("A ", "\ufeffA "),
+    "wide letters": "".join(chr(ord(c) + 0xFEE0) if c.isalpha() else c for c in PROBLEM),
+    "mathematical letters": "".join(chr(0x1D41A + ord(c) - 97) if c.islower() else c for c in PROBLEM),
+    "a ligature": PROBLEM.replace("after", "a\ufb05er"),  # a long s and a t: NFKC makes them "st"
+}
+
+
+@pytest.mark.parametrize("name", DISGUISES)
+def test_disguises_do_not_hide_a_problem(name: str) -> None:
+    hidden = DISGUISES[name]
+    problem = PROBLEM.replace("after", "aster") if name == "a ligature" else PROBLEM
+    assert hidden != problem
+    for a, b in ((problem, hidden), (hidden, problem)):
+        assert Problems({"hens": a}).worst(f"Before.\n\n{b}\n\nAfter.") == ("hens", 1.0)
+
+
+def test_words_with_hyphens_are_found_however_the_line_breaks() -> None:
+    problem = "What do the well-known co-operative farms of the lowlands grow in a twenty-acre field after the war?"
+    for broken in (problem.replace("well-", "well-\n"), problem.replace("twenty-", "twenty-\n  "), problem):
+        assert Problems({"farms": problem}).worst(broken) == ("farms", 1.0)
+    assert compared_words("from 10-\n20, a - b") == "from 10 20 a b".split()  # digits have ranges, not hyphens
+
+
+@hypothesis.given(st.text(alphabet="ab<>/![]()*_`~\\-&;# \n\u00ad\u200b", max_size=60))
+def test_any_markup_gives_words(text: str) -> None:
+    assert all(word.isalnum() for word in compared_words(text))
+
+
+@pytest.mark.parametrize("piece", ["<a ", "[a](", "<", "a-\n", "[", "&#", "_*", "<b", "](", "\u00ad\n"])
+def test_markup_without_end_is_read_once(piece: str) -> None:
+    """In quadratic time this would not end today."""
+    assert all(word.isalnum() for word in compared_words(piece * 100_000))
 
 
 @hypothesis.given(st.integers(0, 10**6))

@@ -29,7 +29,8 @@ def recipe(**values: Any) -> CorpusRecipe:
 def test_recipes_of_the_repository_load_and_survive_saving() -> None:
     found = load_recipe(ROOT / "recipes" / "demo-data.toml", CorpusRecipe)
     assert "permissive" in dump_recipe(found)
-    assert load_recipe(ROOT / "recipes" / "world-knowledge.toml", ClassifierRecipe).positive[0].name == "foldoc"
+    for name in ("world-knowledge", "documentation"):
+        assert load_recipe(ROOT / "recipes" / f"{name}.toml", ClassifierRecipe).positive
 
 
 @pytest.mark.parametrize(
@@ -76,6 +77,29 @@ def test_a_folder_with_other_content_is_refused(monkeypatch: pytest.MonkeyPatch,
         run_corpus(recipe(), tmp_path / "new")
 
 
+def test_what_a_crash_leaves_of_a_recipe_is_no_other_content(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(run, "need_extra", lambda executor: None)
+    (tmp_path / ".recipe.toml.writing").write_text("name = ")
+    with pytest.raises(DataError, match="neither a file nor a folder"):
+        run_corpus(recipe(), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["recipe.toml"]
+
+
+def test_more_tasks_than_open_files_are_refused_before_anything_is_done(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(run, "need_extra", lambda executor: None)
+    limits = {"soft": 64, "hard": 1000}
+    monkeypatch.setattr(run.resource, "getrlimit", lambda which: (limits["soft"], limits["hard"]))
+    monkeypatch.setattr(run.resource, "setrlimit", lambda which, new: limits.update(soft=new[0]))
+    with pytest.raises(ConfigError, match=r"400 tasks need 1,400 open files.* choose at most 266 tasks"):
+        run_corpus(recipe(tasks=400), tmp_path / "out")
+    assert not (tmp_path / "out").exists() and limits["soft"] == 64
+    with pytest.raises(DataError, match="neither a file nor a folder"):
+        run_corpus(recipe(tasks=266), tmp_path / "out")
+    assert limits["soft"] == 998
+
+
 def test_progress_says_what_is_left() -> None:
     assert str(Progress("read", 3, 16, 12.4)) == "read: 3 of 16 parts, 12 s left"
     assert str(Progress("read", 0, 16, None)) == "read: 0 of 16 parts"
@@ -96,10 +120,13 @@ def test_samples_are_the_first_of_each_reason(tmp_path: Path) -> None:
 def test_the_report_is_inert_and_complete(tmp_path: Path) -> None:
     with Samples(tmp_path / "work" / "samples", 2).part("filter", 0) as mine:
         mine.add("gopher_short", "<script>name", "<img src=x onerror=alert(1)>")
+    with Samples(tmp_path / "work" / "samples", 2).part("added", 0) as mine:
+        mine.add("high", "lifted", "a <b>good</b> page")
     step = {"documents": 10, "dropped": 4, "reasons": {"gopher_short": 4}}
     account = {
         "name": "c", "documents": 10, "files": 9, "bytes": 5000, "kept": 6, "joined": {"files": 3, "documents": 1},
         "sources": {"s": {"files": 9, "bytes": 5000, "skipped": {"link": 1}}}, "steps": {"filter": step},
+        "added": {"high": 3}, "held_out": {"documents": 2, "moved": 1, "similarity": 0.5, "most_similar": 0.4321},
         "packages": {"datatrove": "0.10.1", "numpy": None},
         "kept_by": {name: {} for name in KEPT_BY} | {"source": {"s": 6}},
         "shards": {"web": {f"{a}_{b}": 5 for a in ("train", "held_out") for b in ("documents", "tokens", "bytes")}},
@@ -107,7 +134,15 @@ def test_the_report_is_inert_and_complete(tmp_path: Path) -> None:
     (tmp_path / "corpus.json").write_text(json.dumps(account))
     page = build_corpus_report(tmp_path).read_text(encoding="utf-8")
     assert "<script>" not in page and "<img" not in page and "&lt;img src=x" in page
-    for part in ("gopher_short", "40.0 %", "3 files were joined", "datatrove 0.10.1", "link 1"):
+    for part in (
+        "gopher_short",
+        "40.0 %",
+        "3 files were joined",
+        "datatrove 0.10.1",
+        "link 1",
+        "0.43",
+        "a &lt;b&gt;good",
+    ):
         assert part in page
     (tmp_path / "corpus.json").write_text("{}")
     with pytest.raises(DataError, match="damaged"):
@@ -131,7 +166,7 @@ def test_the_account_is_refused_if_a_document_is_lost(tmp_path: Path) -> None:
     steps = {"read": [read, {"total": 8, "dropped": 3}], "tokens": [{}, {"total": 5}]}
     (tmp_path / "plan").mkdir()
     (tmp_path / "plan" / "sources.json").write_text("{}")
-    mine = recipe(tasks=1, dedup={"exact": False, "minhash": False})
+    mine = recipe(tasks=1, dedup={"exact": False, "minhash": False, "held_out": None})
 
     def account() -> dict[str, Any]:
         for stage, found in steps.items():

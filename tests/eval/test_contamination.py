@@ -10,8 +10,10 @@ import pytest
 
 from glm5.chat import Tokenizer
 from glm5.data.build import build
+from glm5.data.corpus.contaminated import RUN, SHORTEST
+from glm5.data.dedup import plain_words
 from glm5.errors import DataError
-from glm5.eval.contamination import RUN, SHORTEST, Overlap, plain_words, trained_texts
+from glm5.eval.contamination import Overlap, trained_texts
 from glm5.eval.players import Played
 from glm5.eval.suite import find_suite, run_suite
 from glm5.records import Outcome

@@ -15,12 +15,13 @@ from typing import Any
 from glm5.config.corpus import CorpusRecipe
 from glm5.data.corpus.plan import source_counts
 from glm5.data.corpus.samples import KEPT_BY
+from glm5.data.corpus.split import MOVES
 from glm5.errors import DataError
 from glm5.files import MANIFEST, atomic_write
 
 FILE = "corpus.json"
 PACKAGES = ("datatrove", "resiliparse", "fastwarc", "pypdfium2", "pyarrow", "tokenizers", "numpy")
-STEPS = ("read", "filter", "exact", "minhash")
+STEPS = ("read", "filter", "exact", "minhash", "semantic")
 """Steps that drop documents, in their order."""
 
 
@@ -43,7 +44,9 @@ def write_account(recipe: CorpusRecipe, out: Path) -> dict[str, Any]:
         "documents": int(read["total"]),
         "joined": joined,
         "steps": steps,
+        "added": {name.partition(":")[2]: int(n) for name, n in sorted(filtered.items()) if name.startswith("added:")},
         "kept": int(left[-1]["total"]),
+        "held_out": _held_out(recipe, out, left[-1]),
         "kept_by": {name: _kept_by(name, left[-1]) for name in KEPT_BY},
         "shards": {path.parent.name: _shard(path.parent) for path in sorted((out / "shards").glob("*/shards.json"))},
         "weights": {},
@@ -90,6 +93,16 @@ def _dropped(counts: Counter[str]) -> dict[str, Any]:
         "dropped": int(counts["dropped"]),
         "reasons": dict(sorted(reasons.items(), key=lambda item: (-item[1], item[0]))),
     }
+
+
+def _held_out(recipe: CorpusRecipe, out: Path, counts: Counter[str]) -> dict[str, Any]:
+    """How many documents are held out, and how similar to training text the most similar of them is. Empty if the
+    recipe does not compare them."""
+    if recipe.dedup.held_out is None:
+        return {}
+    moves = json.loads((out / "work" / "split" / MOVES).read_text(encoding="utf-8"))
+    known = {"documents": int(counts["held_out"]), "moved": len(moves["moved"])}
+    return known | {name: moves[name] for name in ("similarity", "most_similar")}
 
 
 def _kept_by(name: str, counts: Counter[str]) -> dict[str, int]:

@@ -7,9 +7,8 @@ stochastic gradient descent in a fixed order, so the same texts and seed give th
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,11 @@ from glm5.data.shards import map_array
 from glm5.errors import DataError
 from glm5.files import publish_dir, read_small, verify_manifest
 from glm5.seeds import derive_seed
+from glm5.stats import Interval, roc_area
 
 BITS = 18
 EPOCHS = 5
 RATE = 0.5
-HELD_OUT = 5
-"""One text in so many is held out, by the hash of its content: a copy is on the same side."""
 MOST_WORDS = 5000
 _WEIGHTS, _FACTS = "weights.f32", "classifier.json"
 _MOST_FACTS = 1 << 20
@@ -40,7 +38,7 @@ class Evaluation:
     false_positive: int
     false_negative: int
     true_negative: int
-    area: float
+    area: Interval
 
     @property
     def precision(self) -> float:
@@ -52,7 +50,27 @@ class Evaluation:
 
     def plain(self) -> dict[str, Any]:
         """As JSON."""
-        return asdict(self) | {"precision": self.precision, "recall": self.recall}
+        area = {"area": self.area.value, "area_interval": [self.area.low, self.area.high]}
+        return asdict(self) | {"precision": self.precision, "recall": self.recall} | area
+
+
+def evaluate(scores: Sequence[float], labels: Sequence[bool]) -> Evaluation:
+    """Count right and wrong answers. Raises DataError for labels of one class."""
+    if all(labels) or not any(labels):
+        raise DataError("The held-out texts are of one class only, so there is nothing to measure; give more texts.")
+    pairs = list(zip(scores, map(bool, labels), strict=True))
+    said = [(score >= 0.5, label) for score, label in pairs]
+    tp, fp, fn, tn = (said.count(one) for one in ((True, True), (True, False), (False, True), (False, False)))
+    area = roc_area([s for s, label in pairs if label], [s for s, label in pairs if not label])
+    return Evaluation(tp, fp, fn, tn, area)
+
+
+def class_weights(labels: Sequence[bool]) -> np.ndarray:
+    """A weight per text, so that both classes count the same. Raises DataError for labels of one class."""
+    wanted = np.asarray(labels, dtype=np.float64)
+    if not 0 < wanted.sum() < len(wanted):
+        raise DataError("A classifier needs texts of both classes.")
+    return np.where(wanted > 0, 0.5 / wanted.mean(), 0.5 / (1 - wanted.mean()))
 
 
 class Classifier:
@@ -71,10 +89,7 @@ class Classifier:
     def train(cls, texts: Sequence[str], labels: Sequence[bool], seed: int = 0) -> Classifier:
         """Fit to texts; both classes count the same, however many texts each has."""
         found = [features(text) for text in texts]
-        wanted = np.asarray(labels, dtype=np.float64)
-        if not 0 < wanted.sum() < len(wanted):
-            raise DataError("A classifier needs texts of both classes.")
-        worth = np.where(wanted > 0, 0.5 / wanted.mean(), 0.5 / (1 - wanted.mean()))
+        worth, wanted = class_weights(labels), np.asarray(labels, dtype=np.float64)
         model = cls(np.zeros(1 << BITS, dtype=np.float32), 0.0)
         generator = np.random.default_rng(derive_seed(seed, "classifier"))
         steps, total = 0, EPOCHS * len(found)
@@ -88,36 +103,16 @@ class Classifier:
                 steps += 1
         return model
 
-    def evaluate(self, texts: Sequence[str], labels: Sequence[bool]) -> Evaluation:
-        """Count right and wrong answers."""
-        scores, wanted = np.array([self(text) for text in texts]), np.asarray(labels, dtype=bool)
-        yes = scores >= 0.5
-        below = np.sort(scores[~wanted])
-        beaten = sum(np.searchsorted(below, scores[wanted], side).sum() for side in ("left", "right")) / 2
-        counts = [int((a & b).sum()) for a, b in ((yes, wanted), (yes, ~wanted), (~yes, wanted), (~yes, ~wanted))]
-        return Evaluation(
-            counts[0], counts[1], counts[2], counts[3], float(beaten / max(1, len(below) * int(wanted.sum())))
-        )
-
     def save(self, folder: Path, facts: dict[str, Any]) -> None:
         """Write the model and what is known about it."""
-        with publish_dir(folder) as new:
-            (new / _WEIGHTS).write_bytes(self.weights.astype("<f4").tobytes())
-            text = json.dumps({"bits": BITS, "bias": self.bias, **facts}, indent=1) + "\n"
-            (new / _FACTS).write_text(text, encoding="utf-8")
+        write_model(folder, self.weights, {"bits": BITS, "bias": self.bias, **facts})
 
     @classmethod
     def load(cls, folder: Path) -> Classifier:
-        """Raises DataError for a folder without a classifier, or a damaged one."""
-        try:
-            facts = json.loads(read_small(folder / _FACTS, _MOST_FACTS))
-            bias, bits = float(facts["bias"]), int(facts["bits"])
-            weights = map_array(folder / _WEIGHTS, np.dtype("<f4"))
-        except (OSError, ValueError, LookupError, TypeError, RecursionError):
-            raise DataError(f"{folder} has no classifier; make one with `glm5 data classifier`.") from None
-        if bits != BITS or len(weights) != 1 << BITS or not np.isfinite(weights).all() or not np.isfinite(bias):
-            raise DataError(f"{folder} has a classifier of another version, or a damaged one; train it again.")
-        verify_manifest(folder, DataError, "classifier", "Train it again.")
+        """Raises DataError for a folder without a classifier of words, or a damaged one."""
+        weights, bias, facts = read_model(folder)
+        if facts.get("bits") != BITS or len(weights) != 1 << BITS:
+            raise foreign_model(folder)
         return cls(weights, bias)
 
 
@@ -128,30 +123,30 @@ def features(text: str) -> np.ndarray:
     return np.unique(hashes >> np.uint64(64 - BITS)).astype(np.int64)
 
 
-def train_and_evaluate(
-    positive: Iterable[str], negative: Iterable[str], seed: int = 0, progress: Callable[[str], None] = lambda _: None
-) -> tuple[Classifier, Evaluation, dict[str, int]]:
-    """A classifier, its evaluation on held-out texts, and the numbers of texts. Copies count once; a text of both
-    classes counts for none."""
-    progress("reading texts")
-    classes = [{_digest(text): text for text in texts} for texts in (positive, negative)]
-    both = classes[0].keys() & classes[1].keys()
-    texts: dict[bool, list[str]] = {True: [], False: []}
-    labels: dict[bool, list[bool]] = {True: [], False: []}
-    for label, found in zip((True, False), classes, strict=True):
-        for digest, text in found.items():
-            if digest not in both:
-                texts[digest[0] % HELD_OUT == 0].append(text)
-                labels[digest[0] % HELD_OUT == 0].append(label)
-    progress(f"training on {len(texts[False]):,} texts")
-    model = Classifier.train(texts[False], labels[False], seed)
-    progress(f"evaluating on {len(texts[True]):,} texts")
-    counts = {"train": len(texts[False]), "train_positive": sum(labels[False]), "held_out": len(texts[True])}
-    return model, model.evaluate(texts[True], labels[True]), counts
+def write_model(folder: Path, weights: np.ndarray, facts: dict[str, Any]) -> None:
+    """Write the weights of a classifier and what is known about it."""
+    with publish_dir(folder) as new:
+        (new / _WEIGHTS).write_bytes(weights.astype("<f4").tobytes())
+        (new / _FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 
-def _digest(text: str) -> bytes:
-    return hashlib.sha256(" ".join(text.split()).encode()).digest()
+def read_model(folder: Path) -> tuple[np.ndarray, float, dict[str, Any]]:
+    """Weights, bias and facts of a classifier. Raises DataError for a folder without one, or a damaged one."""
+    try:
+        facts = json.loads(read_small(folder / _FACTS, _MOST_FACTS))
+        bias = float(facts["bias"])
+        weights = map_array(folder / _WEIGHTS, np.dtype("<f4"))
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        raise DataError(f"{folder} has no classifier; make one with `glm5 data classifier`.") from None
+    if not np.isfinite(weights).all() or not np.isfinite(bias):
+        raise foreign_model(folder)
+    verify_manifest(folder, DataError, "classifier", "Train it again.")
+    return weights, bias, facts
+
+
+def foreign_model(folder: Path) -> DataError:
+    """The error for a classifier that is not what was looked for."""
+    return DataError(f"{folder} has a classifier of another kind or version, or a damaged one; train it again.")
 
 
 def _sigmoid(value: float) -> float:

@@ -1,7 +1,14 @@
-"""Documents that contain problems of evaluations: the runs of 13 words of `glm5.eval.contamination`, per document."""
+"""Documents that contain problems of evaluations: the runs of 13 words of `glm5.eval.contamination`, per document.
+
+Words are compared without what a page adds to them or takes from them: tags, marks of Markdown, entities, forms of
+Unicode, invisible characters, hyphens, line breaks inside words.
+"""
 
 from __future__ import annotations
 
+import html
+import re
+import unicodedata
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +22,21 @@ from glm5.errors import DataError
 
 RUN, SHORTEST = 13, 5
 _MOST_PROBLEM = 1 << 20
+_INLINE = "a|abbr|b|big|code|em|font|i|ins|kbd|mark|s|small|span|strong|sub|sup|tt|u|var|wbr"
+_TAG_IN_WORDS = re.compile(rf"</?(?:{_INLINE})(?:\s[^<>]{{0,500}})?/?>", re.IGNORECASE)
+_TAG = re.compile(r"</?[a-z!][^<>]{0,500}>", re.IGNORECASE)
+_LINK = re.compile(r"!?\[([^\[\]]{0,500})\](?:\([^()\s]{0,500}(?:\s\"[^\"]{0,200}\")?\)|\[[^\[\]]{0,100}\])")
+_MARKS = re.compile(r"[*_`~\\]+")
+_HYPHEN = re.compile(r"(?<=[^\W\d_])[-\u00ad\u2010\u2011]+(?:[ \t]{0,20}\r?\n[ \t>|#]{0,20})?(?=[^\W\d_])")
+_INVISIBLE = re.compile("[\u00ad\u034f\u061c\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufe00-\ufe0f\ufeff]")
+
+
+def compared_words(text: str) -> list[str]:
+    """The words of a text that are compared with those of another: lower case, without punctuation, markup and hyphens,
+    in one form of Unicode."""
+    text = _TAG.sub(" ", _TAG_IN_WORDS.sub("", html.unescape(text)))
+    text = _MARKS.sub("", _LINK.sub(r"\1", unicodedata.normalize("NFKC", text)))
+    return plain_words(_INVISIBLE.sub("", _HYPHEN.sub("", text)))
 
 
 class Problems:
@@ -25,7 +47,7 @@ class Problems:
         self._lengths: dict[str, int] = {}
         runs: dict[int, list[tuple[int, str, int]]] = defaultdict(list)
         for name, text in problems.items():
-            words = plain_words(text)
+            words = compared_words(text)
             size = min(RUN, len(words))
             if size >= SHORTEST:
                 self._lengths[name] = len(words)
@@ -44,7 +66,7 @@ class Problems:
 
     def worst(self, text: str) -> tuple[str, float]:
         """The problem of which the text contains the largest share of words, and that share; ("", 0) if none."""
-        words = plain_words(text)
+        words = compared_words(text)
         covered: dict[str, np.ndarray] = {}
         for size, wanted in self._wanted.items():
             for value in np.intersect1d(ngram_hashes(words, size), wanted).tolist():

@@ -23,7 +23,8 @@ from glm5.config.corpus import FilterConfig, QualityConfig
 from glm5.data.corpus.classifier import Classifier
 from glm5.data.corpus.contaminated import Problems, read_problems
 from glm5.data.corpus.language import Identify
-from glm5.data.corpus.samples import Samples
+from glm5.data.corpus.logistic import EmbeddingClassifier, load_classifier
+from glm5.data.corpus.samples import ADDED, Samples
 from glm5.data.dedup import UNSPACED
 from glm5.errors import ConfigError
 
@@ -108,27 +109,36 @@ class Quality:
 
     def __init__(self, config: QualityConfig) -> None:
         self.config = config
-        self._models: dict[str, Classifier] = {}
+        self._models: dict[str, Classifier | EmbeddingClassifier] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {"config": self.config, "_models": {}}
 
     def bucket(self, document: Document) -> str | None:
-        """The document's bucket; None if it is below all. Its scores become metadata."""
+        """The document's bucket; None if it is below all. Its scores become metadata, and `added` if the second
+        classifier lifts it."""
         config, known = self.config, document.metadata
-        known["quality"] = round(self._model(config.classifier)(document.text), 4)
-        for bucket in config.buckets:
-            if known["quality"] >= bucket.at_least:
-                return bucket.name
+        known["quality"] = self._score(config.classifier, document.text)
+        place = self._place(known["quality"])
+        if config.second is not None and place > 0:
+            known["second"] = self._score(config.second, document.text)
+            known["added"] = self._place(known["second"]) < place
+            place = min(place, self._place(known["second"]))
+        if place < len(config.buckets):
+            return config.buckets[place].name
         if config.knowledge is None:
             return None
-        known["knowledge"] = round(self._model(config.knowledge)(document.text), 4)
+        known["knowledge"] = self._score(config.knowledge, document.text)
         return config.buckets[-1].name if known["knowledge"] >= config.knowledge_at_least else None
 
-    def _model(self, folder: str) -> Classifier:
+    def _place(self, score: float) -> int:
+        bounds = [bucket.at_least for bucket in self.config.buckets]
+        return next((place for place, bound in enumerate(bounds) if score >= bound), len(bounds))
+
+    def _score(self, folder: str, text: str) -> float:
         if folder not in self._models:
-            self._models[folder] = Classifier.load(Path(folder))
-        return self._models[folder]
+            self._models[folder] = load_classifier(Path(folder))
+        return round(self._models[folder](text), 4)
 
 
 class Filter(PipelineStep):
@@ -149,7 +159,7 @@ class Filter(PipelineStep):
         self._problems: Problems | None = None
 
     def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        with self.samples.part("filter", rank) as samples:
+        with self.samples.part("filter", rank) as samples, self.samples.part(ADDED, rank) as added:
             for document in data:
                 before = document.text
                 with self.track_time():
@@ -157,6 +167,9 @@ class Filter(PipelineStep):
                 self.stat_update("total")
                 if reason is None:
                     self.stat_update("forwarded")
+                    if document.metadata.get("added"):
+                        self.stat_update(f"added:{document.metadata['bucket']}")
+                        added.add(document.metadata["bucket"], document.id, document.text)
                     yield document
                 else:
                     self.stat_update("dropped", f"dropped_{reason}")

@@ -46,7 +46,7 @@ class Input:
     members: tuple[Input, ...] = ()
 
     def check(self) -> None:
-        """Raise DataError for a file that is not the planned one."""
+        """Raise DataError for a file that is not the planned one. Called before and after it is read."""
         for member in self.members:
             member.check()
         if self.members or self.path.startswith(GIT):  # a commit does not change

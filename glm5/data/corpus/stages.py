@@ -29,8 +29,11 @@ from datatrove.utils.text import TextNormConfig
 
 from glm5.config.corpus import CorpusRecipe
 from glm5.data.corpus.filters import WORDS, Filter
+from glm5.data.corpus.held_out import FindSimilar, Split, WriteHeldOut
 from glm5.data.corpus.read import ReadInputs
-from glm5.data.corpus.samples import PartSamples, Samples
+from glm5.data.corpus.samples import Keep, Samples
+from glm5.data.corpus.semantic import Assign, Centres, Compare, Embed, SemanticFilter
+from glm5.data.corpus.split import MOVES
 from glm5.data.corpus.tokens import MergeTokens, WriteTokens
 
 _PIECE = 1 << 14  # shingles hashed at a time
@@ -61,25 +64,6 @@ class Signatures(MinhashDedupSignature):
         return np.min([super(Signatures, self).get_signature(piece) for piece in pieces], axis=0).tolist()
 
 
-class Keep:
-    """Takes the documents that a deduplication filter drops, as its exclusion writer, and keeps samples of them."""
-
-    def __init__(self, step: str, samples: Samples) -> None:
-        self.step, self.samples, self._part = step, samples, PartSamples(0)
-
-    def __enter__(self) -> Keep:
-        self._part, self._rank = PartSamples(self.samples.most), 0
-        return self
-
-    def write(self, document: Document, rank: int = 0) -> None:
-        self._rank = rank
-        self._part.add("duplicate", document.id, document.text)
-
-    def __exit__(self, *error: object) -> None:
-        if self._part.rows:
-            self.samples.write(self.step, self._rank, self._part)
-
-
 def content(document: Document) -> str:
     """What exact copies share."""
     return str(document.text)
@@ -103,13 +87,15 @@ def stages(recipe: CorpusRecipe, out: Path) -> list[Stage]:
     def folder(name: str) -> str:
         return str(work / name)
 
-    def kept(minhash: bool) -> list[PipelineStep]:
-        """Read the documents that deduplication has left so far."""
+    def left(after: str = "semantic", noted: bool = False) -> list[PipelineStep]:
+        """Read the documents that deduplication has left after a step. With `noted`, samples are kept of the others."""
         steps: list[PipelineStep] = [JsonlReader(folder("documents"), compression="gzip", add_file_path=False)]
         if dedup.exact:
-            steps.append(ExactDedupFilter(folder("exact/copies"), exact, Keep("exact", samples) if minhash else None))
-        if minhash and dedup.minhash:
-            steps.append(MinhashDedupFilter(folder("minhash/clusters"), Keep("minhash", samples)))
+            steps.append(ExactDedupFilter(folder("exact/copies"), exact, Keep("exact", samples) if noted else None))
+        if dedup.minhash and after != "exact":
+            steps.append(MinhashDedupFilter(folder("minhash/clusters"), Keep("minhash", samples) if noted else None))
+        if dedup.semantic is not None and after == "semantic":
+            steps.append(SemanticFilter(work / "semantic/dropped", Keep("semantic", samples) if noted else None))
         return steps
 
     read = [
@@ -124,13 +110,30 @@ def stages(recipe: CorpusRecipe, out: Path) -> list[Stage]:
     if dedup.minhash:
         signatures, pairs = folder("minhash/signatures"), folder("minhash/pairs")
         found += [
-            Stage("minhash", [*kept(False), Signatures(signatures, near, language=WORDS)], tasks),
+            Stage("minhash", [*left("exact"), Signatures(signatures, near, language=WORDS)], tasks),
             Stage("pairs", [MinhashDedupBuckets(signatures, pairs, config=near)], dedup.buckets),
             Stage("clusters", [MinhashDedupCluster(pairs, folder("minhash/clusters"), near)], 1),
+        ]
+    if dedup.semantic is not None:
+        vectors, dropped = work / "semantic/vectors", work / "semantic/dropped"
+        found += [
+            Stage("embed", [*left("minhash"), Embed(vectors, dedup.semantic)], tasks),
+            Stage("centres", [Centres(vectors, dedup.semantic, recipe.seed)], 1),
+            Stage("assign", [Assign(vectors)], tasks),
+            Stage("compare", [Compare(vectors, dropped, dedup.semantic)], tasks),
+        ]
+    moves = None
+    if dedup.held_out is not None:
+        split = work / "split"
+        shingles, alike, moves = split / "shingles", split / "pairs", split / MOVES
+        found += [
+            Stage("held-out", [*left(), WriteHeldOut(shingles, dedup.shingle_words)], tasks),
+            Stage("similar", [*left(), FindSimilar(shingles, alike, dedup.shingle_words, dedup.held_out)], tasks),
+            Stage("split", [Split(alike, moves, dedup.held_out)], 1),
         ]
     tokens = work / "tokens"
     return [
         *found,
-        Stage("tokens", [*kept(True), WriteTokens(tokens, recipe.tokenizer, samples)], tasks),
+        Stage("tokens", [*left(noted=True), WriteTokens(tokens, recipe.tokenizer, samples, moves)], tasks),
         Stage("shards", [MergeTokens(tokens, out / "shards", recipe.tokenizer)], 1),
     ]

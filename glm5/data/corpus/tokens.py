@@ -14,12 +14,13 @@ from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
 from glm5.chat.tokenizer import Tokenizer
+from glm5.data.corpus.held_out import is_held_out
 from glm5.data.corpus.samples import KEPT_BY, Samples
-from glm5.data.documents import Document as Named
+from glm5.data.corpus.split import read_moves
 from glm5.data.shards import SPLITS, SplitWriter, encode_documents, id_dtype, open_split, publish_shards
 
 _BATCH = 1 << 20  # characters
-KEPT = ("source", "kind", "format", "code", "license", "language", "url", "quality", "knowledge", "files")
+KEPT = ("source", "kind", "format", "code", "license", "language", "url", "quality", "second", "knowledge", "files")
 """What the shards' `.documents` files say of every document, beside its name and the SHA-256 of its text."""
 
 
@@ -34,21 +35,22 @@ class WriteTokens(PipelineStep):
     type = "write"
     name = "tokens"
 
-    def __init__(self, folder: Path, tokenizer: str | None, samples: Samples) -> None:
+    def __init__(self, folder: Path, tokenizer: str | None, samples: Samples, moves: Path | None) -> None:
         super().__init__()
-        self.folder, self.tokenizer, self.samples = folder, tokenizer, samples
+        self.folder, self.tokenizer, self.samples, self.moves = folder, tokenizer, samples, moves
 
     def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> None:
         part = self.folder / f"{rank:05d}"
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
         tokenizer = load_tokenizer(self.tokenizer)
+        moved = read_moves(self.moves, rank)
         with ExitStack() as stack:
             samples = stack.enter_context(self.samples.part("kept", rank))
             writer = _PartWriter(part, tokenizer, stack)
-            batch: list[Document] = []
+            batch: list[tuple[Document, str]] = []
             size = 0
-            for document in data:
+            for number, document in enumerate(data):
                 self.stat_update("total", "forwarded")
                 self.stat_update("characters", value=len(document.text))
                 known = document.metadata | {"length": f"below {10 ** len(str(len(document.text))):,}"}
@@ -56,7 +58,9 @@ class WriteTokens(PipelineStep):
                     known["quality"] = f"{min(9, int(10 * known['quality'])) / 10:.1f}"
                 self.stat_update(*(f"{name}:{known[name] or 'unknown'}" for name in KEPT_BY if name in known))
                 samples.add(document.metadata["kind"], document.id, document.text, source=document.metadata["source"])
-                batch.append(document)
+                held_out = is_held_out(document) and number not in moved
+                self.stat_update("held_out", value=int(held_out))
+                batch.append((document, SPLITS[int(held_out)]))
                 size += len(document.text)
                 if size >= _BATCH:
                     writer.write(batch)
@@ -69,10 +73,9 @@ class _PartWriter:
         self._folder, self._tokenizer, self._stack = folder, tokenizer, stack
         self._writers: dict[tuple[str, str], tuple[SplitWriter, Any]] = {}
 
-    def write(self, documents: list[Document]) -> None:
-        encoded = encode_documents([document.text for document in documents], self._tokenizer)
-        for document, ids in zip(documents, encoded, strict=True):
-            split = SPLITS[int(Named(document.id, "").held_out)]
+    def write(self, documents: list[tuple[Document, str]]) -> None:
+        encoded = encode_documents([document.text for document, _ in documents], self._tokenizer)
+        for (document, split), ids in zip(documents, encoded, strict=True):
             bucket = document.metadata.get("bucket")
             writer, lines = self._of(document.metadata["kind"] + (f"-{bucket}" if bucket else ""), split)
             text = document.text.encode()
