@@ -165,7 +165,7 @@ class Filter(PipelineStep):
     def reason(self, document: Document) -> str | None:
         """Why the document is dropped; None keeps it. Sets its language, and C4's rules may remove lines."""
         kind = document.metadata["kind"]
-        if kind != "code":
+        if kind in ("web", "prose"):
             language, score = self.identify(document.text)
             document.metadata |= {"language": language, "language_score": round(score, 4)}
             if self.config.languages and language not in self.config.languages:

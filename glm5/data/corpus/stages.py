@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,8 +82,20 @@ class Keep:
 
 
 def content(document: Document) -> str:
-    """What exact copies share."""
-    return str(document.text)
+    """What exact copies share: the text; of an SWE row issue and diff, for rows of one repository share its files."""
+    return str(document.text[document.metadata.get("own", 0) :])
+
+
+class OwnText(PipelineStep):
+    """Leaves of every document what `content` says, for the signatures after it."""
+
+    type = "dedup"
+    name = "own text"
+
+    def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        for document in data:
+            document.text = content(document)
+            yield document
 
 
 def stages(recipe: CorpusRecipe, out: Path) -> list[Stage]:
@@ -113,7 +126,7 @@ def stages(recipe: CorpusRecipe, out: Path) -> list[Stage]:
         return steps
 
     read = [
-        ReadInputs(out, recipe.sources, recipe.limits, recipe.filters, samples),
+        ReadInputs(out, recipe.sources, recipe.limits, recipe.filters, samples, recipe.tokenizer),
         Filter(recipe.filters, recipe.quality, samples),
         PartWriter(folder("documents"), compression="gzip"),
     ]
@@ -124,7 +137,7 @@ def stages(recipe: CorpusRecipe, out: Path) -> list[Stage]:
     if dedup.minhash:
         signatures, pairs = folder("minhash/signatures"), folder("minhash/pairs")
         found += [
-            Stage("minhash", [*kept(False), Signatures(signatures, near, language=WORDS)], tasks),
+            Stage("minhash", [*kept(False), OwnText(), Signatures(signatures, near, language=WORDS)], tasks),
             Stage("pairs", [MinhashDedupBuckets(signatures, pairs, config=near)], dedup.buckets),
             Stage("clusters", [MinhashDedupCluster(pairs, folder("minhash/clusters"), near)], 1),
         ]
