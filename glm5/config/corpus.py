@@ -125,10 +125,11 @@ class BucketConfig(Frozen):
 
 
 class QualityConfig(Frozen):
-    """Quality buckets by a classifier of `glm5 data classifier`. Each bucket gets its own shard, `KIND-BUCKET`."""
+    """Quality buckets by a classifier of `glm5 data classifier`, or by the scores of `glm5 data score`. Each bucket gets
+    its own shard, `KIND-BUCKET`."""
 
     classifier: str
-    """Folder of the classifier."""
+    """Folder of the classifier, or of scores; a document without a score is dropped."""
     kinds: list[Kind] = ["web", "prose"]
     buckets: list[BucketConfig] = Field(min_length=1)
     """From the best to the worst. A score below the last one drops the document."""

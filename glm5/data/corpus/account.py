@@ -42,6 +42,7 @@ def write_account(recipe: CorpusRecipe, out: Path) -> dict[str, Any]:
         "bytes": int(read["bytes"]),
         "documents": int(read["total"]),
         "joined": joined,
+        "formulas": int(read["formulas"]),
         "swe": {key.removeprefix("swe_"): int(n) for key, n in sorted(read.items()) if key.startswith("swe_")},
         "steps": steps,
         "kept": int(left[-1]["total"]),

@@ -5,8 +5,9 @@ datatrove's filters split words with spaCy by default. We give them `Words`, whi
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,10 @@ from datatrove.pipeline.filters.gopher_repetition_filter import GopherRepetition
 from datatrove.utils.word_tokenizers import WordTokenizer
 
 from glm5.config.corpus import FilterConfig, QualityConfig
-from glm5.data.corpus.classifier import Classifier
 from glm5.data.corpus.contaminated import Problems, read_problems
 from glm5.data.corpus.language import Identify
 from glm5.data.corpus.samples import Samples
+from glm5.data.corpus.scores import load_scorer
 from glm5.data.dedup import UNSPACED
 from glm5.errors import ConfigError
 
@@ -108,15 +109,18 @@ class Quality:
 
     def __init__(self, config: QualityConfig) -> None:
         self.config = config
-        self._models: dict[str, Classifier] = {}
+        self._models: dict[str, Callable[[str], float]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {"config": self.config, "_models": {}}
 
     def bucket(self, document: Document) -> str | None:
-        """The document's bucket; None if it is below all. Its scores become metadata."""
+        """The document's bucket; None if it is below all, or has no score. Its scores become metadata."""
         config, known = self.config, document.metadata
-        known["quality"] = round(self._model(config.classifier)(document.text), 4)
+        score = self._model(config.classifier)(document.text)
+        if math.isnan(score):
+            return None
+        known["quality"] = round(score, 4)
         for bucket in config.buckets:
             if known["quality"] >= bucket.at_least:
                 return bucket.name
@@ -125,9 +129,9 @@ class Quality:
         known["knowledge"] = round(self._model(config.knowledge)(document.text), 4)
         return config.buckets[-1].name if known["knowledge"] >= config.knowledge_at_least else None
 
-    def _model(self, folder: str) -> Classifier:
+    def _model(self, folder: str) -> Callable[[str], float]:
         if folder not in self._models:
-            self._models[folder] = Classifier.load(Path(folder))
+            self._models[folder] = load_scorer(Path(folder))
         return self._models[folder]
 
 
@@ -186,6 +190,6 @@ class Filter(PipelineStep):
         if self.quality is not None and kind in self.quality.config.kinds:
             bucket = self.quality.bucket(document)
             if bucket is None:
-                return "quality"
+                return "quality" if "quality" in document.metadata else "unscored"
             document.metadata["bucket"] = bucket
         return None

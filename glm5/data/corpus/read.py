@@ -80,6 +80,7 @@ class ReadInputs(PipelineStep):
                             self.stat_update("forwarded")
                             for name, value in found.more.pop("counts", {}).items():
                                 self.stat_update(f"swe_{name}", value=value)
+                            self.stat_update("formulas", value=found.more.get("formulas", 0))
                             yield _document(found, member)
                 if code:
                     yield from self._repository(one, code)

@@ -18,9 +18,9 @@ from glm5.chat.tokenizer import Tokenizer
 from glm5.config.corpus import CorpusRecipe
 from glm5.config.load import dump_recipe
 from glm5.data.corpus.account import write_account
-from glm5.data.corpus.classifier import Classifier
 from glm5.data.corpus.contaminated import read_problems
 from glm5.data.corpus.plan import PLAN, make_plan
+from glm5.data.corpus.scores import load_scorer
 from glm5.data.swe.issues import read_issues
 from glm5.errors import ConfigError, DataError, MissingExtraError
 from glm5.files import MANIFEST, atomic_write, exclusive, recover_dir, sha256_file
@@ -104,7 +104,7 @@ def _same_helpers(recipe: CorpusRecipe, out: Path) -> None:
     if recipe.quality is not None:
         folders = filter(None, (recipe.quality.classifier, recipe.quality.knowledge))
         for folder in map(Path, folders):
-            Classifier.load(folder)
+            load_scorer(folder)
             files.append(folder / MANIFEST)
     hashes = {str(path): sha256_file(path) for path in files}
     if recipe.tokenizer is not None:

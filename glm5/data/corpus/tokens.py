@@ -19,7 +19,7 @@ from glm5.data.documents import Document as Named
 from glm5.data.shards import SPLITS, SplitWriter, encode_documents, id_dtype, open_split, publish_shards
 
 _BATCH = 1 << 20  # characters
-KEPT = ("source", "kind", "format", "code", "license", "language", "url", "quality", "knowledge", "files")
+KEPT = ("source", "kind", "format", "code", "license", "language", "url", "quality", "knowledge", "files", "formulas")
 """What the shards' `.documents` files say of every document, beside its name and the SHA-256 of its text."""
 
 
