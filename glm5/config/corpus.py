@@ -15,8 +15,8 @@ from glm5.config.schema import Frozen
 
 Kind = Literal["web", "prose", "code", "swe"]
 KINDS: tuple[Kind, ...] = ("web", "prose", "code", "swe")
-RULES = ("gopher_repetition", "gopher_quality", "c4", "fineweb", "code")
-"""Rule sets: the first four are datatrove's filters, `code` is `glm5.data.corpus.filters.CodeRules`."""
+RULES = ("gopher_repetition", "gopher_quality", "c4", "fineweb", "code", "generated")
+"""Rule sets: the first four are datatrove's filters, `code` and `generated` are those of `glm5.data.corpus.filters`."""
 
 
 class ChangesConfig(Frozen):
@@ -125,7 +125,7 @@ class BucketConfig(Frozen):
 
 
 class QualityConfig(Frozen):
-    """Quality buckets by a classifier of `glm5 data classifier`, or by the scores of `glm5 data score`. Each bucket gets
+    """Quality buckets by a classifier of `glm5 data classifier` or by the scores of `glm5 data score`. Each bucket gets
     its own shard, `KIND-BUCKET`."""
 
     classifier: str
@@ -151,6 +151,13 @@ class DedupConfig(Frozen):
     """Deduplication over all sources: exact copies first, then near-duplicates by MinHash."""
 
     exact: bool = True
+    templates: bool = False
+    """Between the two: drop web pages and prose that are made from a template, by comparing them with the other
+    documents of their site (by URL) or of their folder in the source. Names and numbers do not count."""
+    template_copies: int = Field(20, ge=2)
+    """Documents that a line of a template is in."""
+    template_share: float = Field(0.8, gt=0, le=1)
+    """Share of a document's characters in such lines that drops it."""
     minhash: bool = True
     shingle_words: int = Field(5, ge=1)
     buckets: int = Field(14, ge=1)

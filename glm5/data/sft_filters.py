@@ -30,10 +30,10 @@ _STATED = re.compile(
     r"\s*(.{1,80}?)\s*[.*]*$",
     re.IGNORECASE | re.MULTILINE,
 )
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_NUMBER = re.compile(r"[\s$€£=]*(-?\d[\d,]*(?:\.\d+)?)\s*[A-Za-z%° ]{0,20}[.\s$]*")
 SHORTEST_LINE, TIMES = 20, 3
-_LOOP = 4
-"""Copies of a text at the end that make a loop; the text has at least SHORTEST_LINE characters, all copies 200."""
+_LOOP, _LOOP_CHARACTERS = 4, 200
+"""Copies of a text at the end that make a loop, and their characters; the text has at least SHORTEST_LINE."""
 _FAILED = re.compile(
     r"\A\W*(?:error\b|exception\b|traceback \(most recent|fatal:|failed\b|invalid\b|unknown (?:tool|function|command)"
     r"|no such (?:tool|file|function)|\[exit code (?!0\b)-?\d+\]|exit (?:code|status):? (?!0\b)\d+)",
@@ -73,7 +73,8 @@ def loops(text: str) -> bool:
     end = text.rstrip()[-4000:]
     for size in range(SHORTEST_LINE, len(end) // _LOOP + 1):
         piece = end[-size:]
-        if size * _LOOP >= 200 and end.endswith(piece * _LOOP) and len(set(piece)) > 3:
+        copies = max(_LOOP, -(-_LOOP_CHARACTERS // size))
+        if end.endswith(piece * copies) and len(set(piece)) > 3:
             return True
     return False
 
@@ -85,11 +86,11 @@ def stated(text: str) -> list[str]:
 
 
 def _plain(answer: str) -> str:
-    """An answer for comparison: its number if it has only one, else its letters and digits."""
+    """An answer for comparison: a number without its unit, else letters, digits and operators."""
     answer = answer.strip().strip("$*`\"' ").rstrip(".")
-    numbers = _NUMBER.findall(answer)
-    if len(numbers) == 1 and len(re.sub(r"[\W\d]", "", answer)) <= 12:
-        number = numbers[0].replace(",", "")
+    found = _NUMBER.fullmatch(answer)
+    if found:
+        number = found[1].replace(",", "")
         return number.rstrip("0").rstrip(".") if "." in number else number
     return re.sub(r"[^\w+\-*/^=<>]", "", answer).lower()
 
@@ -127,7 +128,7 @@ def mask_errors(conversation: Conversation) -> tuple[Conversation, int]:
             marks.pop(i, None)
         elif wrong:
             marks[i] = replace(known, calls=tuple(sorted(wrong)))
-    return replace(conversation, messages=messages, marks=marks), masked
+    return (replace(conversation, messages=messages, marks=marks) if masked else conversation), masked
 
 
 def _results(messages: Sequence[Message], i: int) -> list[Message]:

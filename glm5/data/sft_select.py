@@ -1,7 +1,7 @@
 """From attempts at problems to SFT data: rejection sampling, best-of-N, difficulty by pass rate (§3.1).
 
-Attempts are JSON lines: a conversation as `glm5.data.sft` reads it, with `problem` (lines with one value are attempts at
-one problem) and `reward`; `outcome` "env_error" says that an attempt counts for nothing.
+Attempts are JSON lines: a conversation as `glm5.data.sft` reads it, with `problem` (lines with one value are attempts
+at one problem) and `reward`; `outcome` "env_error" says that an attempt counts for nothing.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from glm5.files import MANIFEST, atomic_write
 
 FILE = "corpus.json"
 PACKAGES = ("datatrove", "resiliparse", "fastwarc", "pypdfium2", "pyarrow", "tokenizers", "numpy")
-STEPS = ("read", "filter", "exact", "minhash")
+STEPS = ("read", "filter", "exact", "templates", "minhash")
 """Steps that drop documents, in their order."""
 
 

@@ -22,6 +22,7 @@ from datatrove.utils.word_tokenizers import WordTokenizer
 
 from glm5.config.corpus import FilterConfig, QualityConfig
 from glm5.data.corpus.contaminated import Problems, read_problems
+from glm5.data.corpus.generated import SHORTEST, compression, phrases
 from glm5.data.corpus.language import Identify
 from glm5.data.corpus.samples import Samples
 from glm5.data.corpus.scores import load_scorer
@@ -86,12 +87,29 @@ class CodeRules(BaseFilter):
         return True
 
 
+class GeneratedText(BaseFilter):
+    """Rules for text that no person wrote: phrases of language models, and texts that compress too well."""
+
+    name = "generated text"
+
+    def __init__(self, weak_per_1000: float = 6.0, least_compressed: float = 0.15) -> None:
+        super().__init__()
+        self.weak, self.least = weak_per_1000, least_compressed
+
+    def filter(self, document: Document) -> bool | tuple[bool, str]:
+        why = phrases(document.text, self.weak)
+        if not why and len(document.text) >= SHORTEST and compression(document.text) < self.least:
+            why = "compressible"
+        return (False, why) if why else True
+
+
 _RULES = {
     "gopher_repetition": (GopherRepetitionFilter, True),
     "gopher_quality": (GopherQualityFilter, True),
     "c4": (C4QualityFilter, True),
     "fineweb": (FineWebQualityFilter, True),
     "code": (CodeRules, False),
+    "generated": (GeneratedText, False),
 }
 
 

@@ -9,6 +9,7 @@ limits on time and memory of that.
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +27,25 @@ _INDEX = re.compile(r"[+\-−]?[^\W_][\w+\-−*/=(),.∞′' ]{0,19}|[+\-−*′
 _ORDINAL = re.compile(r"st|nd|rd|th|TM|SM|[ivx]{2,}", re.IGNORECASE)
 _INVISIBLE = dict.fromkeys(map(ord, "\u2061\u2062\u2063\u2064\u200b"))
 _ACCENTS = {"¯": "bar", "‾": "bar", "^": "hat", "ˆ": "hat", "~": "tilde", "˜": "tilde", "→": "vec", "⃗": "vec"}
-_ACCENTS |= {"˙": "dot", "¨": "ddot"}
+_ACCENTS |= {"˙": "dot", "¨": "ddot", "\\to": "vec", "\\sim": "tilde"}
+_FUNCTIONS = frozenset(
+    "sin cos tan cot sec csc sinh cosh tanh coth arcsin arccos arctan exp log ln lim min max sup inf det dim ker gcd "
+    "arg deg Pr".split()
+)
+_GREEK = frozenset(
+    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau upsilon phi chi psi "
+    "omega".split()
+)
+_SYMBOLS = {
+    "≤": "le", "≥": "ge", "≠": "ne", "≈": "approx", "≡": "equiv", "∼": "sim", "∝": "propto", "±": "pm", "∓": "mp",
+    "×": "times", "·": "cdot", "⋅": "cdot", "÷": "div", "∑": "sum", "∏": "prod", "∫": "int", "∮": "oint",
+    "∂": "partial", "ϕ": "phi", "ϵ": "epsilon", "≪": "ll", "≫": "gg", "′": "prime", "″": "prime\\prime",
+    "∇": "nabla", "∞": "infty", "√": "surd", "∈": "in", "∉": "notin", "⊂": "subset", "⊆": "subseteq", "∪": "cup",
+    "∩": "cap", "∅": "emptyset", "∀": "forall", "∃": "exists", "¬": "neg", "∧": "wedge", "∨": "vee", "→": "to",
+    "⇒": "Rightarrow", "⇔": "Leftrightarrow", "↦": "mapsto", "…": "dots", "⋯": "cdots", "∘": "circ", "⊗": "otimes",
+    "⊕": "oplus", "ℝ": "mathbb{R}", "ℕ": "mathbb{N}", "ℤ": "mathbb{Z}", "ℂ": "mathbb{C}", "ℚ": "mathbb{Q}", "ℓ": "ell",
+    "⟨": "langle", "⟩": "rangle", "‖": "|",
+}  # fmt: skip
 _DEEPEST = 60
 _MOST = 20_000
 """Characters of one formula."""
@@ -123,15 +142,12 @@ def _index(node: Any, sign: str) -> str | None:
 
 
 def _tex(node: Any, depth: int) -> str:
-    """Presentation MathML as TeX. Symbols stay Unicode, as in the page."""
+    """Presentation MathML as TeX."""
     if depth > _DEEPEST or node.tag is None:
         return ""
     name = node.tag.rpartition(":")[2]
     if name in ("mi", "mn", "mo", "mtext", "ms"):
-        text = node.text.translate(_INVISIBLE).strip()
-        if name == "mtext" and text:
-            return f"\\text{{{text}}}"
-        return f" {text} " if name == "mo" and text and not text.isspace() and text not in "()[]{}|,.!′" else text
+        return _leaf(node, name)
     parts = [_tex(child, depth + 1) for child in node.child_nodes if child.tag is not None and child.tag[:1] != "#"]
     if name in ("annotation", "annotation-xml", "mphantom", "none", "mprescripts"):
         return ""
@@ -153,6 +169,30 @@ def _tex(node: Any, depth: int) -> str:
         return form(*(part.strip() for part in parts))
     joined = "".join(parts)
     return f"\\sqrt{{{joined.strip()}}}" if name == "msqrt" else joined
+
+
+def _leaf(node: Any, name: str) -> str:
+    """An identifier, number, operator or text."""
+    text = node.text.translate(_INVISIBLE).strip()
+    if name == "mtext" and text:
+        return f"\\text{{{text}}}"
+    if len(text) > 1 and text.isalpha():
+        return f"\\{text} " if text in _FUNCTIONS else f"\\mathrm{{{text}}}"
+    shown = "".join(_symbol(char) for char in text)
+    if node.getattr("mathvariant") == "double-struck" and text:
+        return f"\\mathbb{{{shown.strip()}}}"
+    return f" {shown.strip()} " if name == "mo" and text and text not in "()[]{}|,.!′/" else shown
+
+
+def _symbol(char: str) -> str:
+    """TeX of a symbol; others stay Unicode."""
+    if char in _SYMBOLS:
+        return f"\\{_SYMBOLS[char]} "
+    if "α" <= char.lower() <= "ω":
+        words = unicodedata.name(char, "").split()
+        greek = words[3].lower() if len(words) == 4 and words[0] == "GREEK" else ""
+        return f"\\{greek.capitalize() if words[1] == 'CAPITAL' else greek} " if greek in _GREEK else char
+    return {"−": "-", "{": "\\{", "}": "\\}"}.get(char, char)
 
 
 def _scripts(base: str, low: str = "", high: str = "") -> str:

@@ -32,6 +32,7 @@ from glm5.config.corpus import CorpusRecipe
 from glm5.data.corpus.filters import WORDS, Filter
 from glm5.data.corpus.read import ReadInputs
 from glm5.data.corpus.samples import PartSamples, Samples
+from glm5.data.corpus.templates import DropTemplates, FindTemplates, WriteSkeletons
 from glm5.data.corpus.tokens import MergeTokens, WriteTokens
 
 _PIECE = 1 << 14  # shingles hashed at a time
@@ -121,6 +122,8 @@ def stages(recipe: CorpusRecipe, out: Path) -> list[Stage]:
         steps: list[PipelineStep] = [JsonlReader(folder("documents"), compression="gzip", add_file_path=False)]
         if dedup.exact:
             steps.append(ExactDedupFilter(folder("exact/copies"), exact, Keep("exact", samples) if minhash else None))
+        if dedup.templates:
+            steps.append(DropTemplates(work / "templates/found", Keep("templates", samples) if minhash else None))
         if minhash and dedup.minhash:
             steps.append(MinhashDedupFilter(folder("minhash/clusters"), Keep("minhash", samples)))
         return steps
@@ -134,6 +137,12 @@ def stages(recipe: CorpusRecipe, out: Path) -> list[Stage]:
     if dedup.exact:
         read.append(ExactDedupSignature(folder("exact/hashes"), exact))
         found.append(Stage("exact", [ExactFindDedups(folder("exact/hashes"), folder("exact/copies"), exact)], 1))
+    if dedup.templates:
+        read.insert(3, WriteSkeletons(work / "templates/skeletons"))  # exact signatures end the pipeline
+        find = FindTemplates(
+            work / "templates/skeletons", work / "templates/found", dedup.template_copies, dedup.template_share
+        )
+        found.append(Stage("templates", [find], 1))
     if dedup.minhash:
         signatures, pairs = folder("minhash/signatures"), folder("minhash/pairs")
         found += [
