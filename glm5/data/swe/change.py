@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from glm5.data.corpus.kinds import FileType, file_type
@@ -57,6 +58,7 @@ class Change:
     more: Mapping[str, Any] = field(default_factory=dict)
 
 
+@lru_cache(1 << 16)
 def text_type(path: str) -> FileType | None:
     """The type of a file that a row may show: source code or prose, not compressed, not hidden."""
     kind = file_type(path)

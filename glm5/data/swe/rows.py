@@ -32,6 +32,8 @@ REASONS = {
     "dsc_incomplete": "an archive that the .dsc names is missing",
 }
 """Why a change is not used."""
+_MOST_PER_TOKEN, _MOST_KNOWN = 10, 200_000
+"""Characters that a token has at most, on average over a file; and files whose tokens are remembered."""
 _CONTEXT = (120, 40, 12)
 """Lines around each hunk of a file that is too long to be shown whole: the first that fits."""
 
@@ -41,9 +43,24 @@ class Rows:
 
     def __init__(self, config: ChangesConfig, issues: Issues, tokenizer: Tokenizer) -> None:
         self.config, self.issues, self._tokenizer = config, issues, tokenizer
+        self._known: dict[tuple[str, str, str], int] = {}
 
     def tokens(self, text: str) -> int:
         return len(self._tokenizer.encode(text))
+
+    def _fits(self, text: str, left: int, key: tuple[str, str, str] | None = None) -> int | None:
+        """The tokens of a file, unless they are more than `left`. Those of whole files are remembered by `key`: the
+        same files come back in the rows of a repository. A text far too long is not counted."""
+        if len(text) > _MOST_PER_TOKEN * left:
+            return None
+        size = self._known.get(key) if key is not None else None
+        if size is None:
+            size = self.tokens(text)
+            if key is not None:
+                if len(self._known) > _MOST_KNOWN:
+                    self._known.clear()
+                self._known[key] = size
+        return size if size <= left else None
 
     def row(self, change: Change, retriever: Retriever) -> Found:
         """The row of a change, or why it is dropped. `more` of the row has `own`, where its issue begins, and
@@ -93,8 +110,9 @@ class Rows:
             if text is None:
                 continue
             whole, shown = _file(path, text), ""
+            key = change.repository, path, change.tree.keys[path]
             for shown in (whole, *(_file(path, part) for part in _around(change, path, text))):
-                if (size := self.tokens(shown)) <= left:
+                if (size := self._fits(shown, left, key if shown == whole else None)) is not None:
                     left -= size
                     parts[path] = shown
                     break
@@ -113,10 +131,10 @@ class Rows:
             if text is None:
                 continue
             part = _file(path, text)
-            size = self.tokens(part)
-            name = "related_files" + ("" if size <= left else "_left_out")
+            size = self._fits(part, left, (change.repository, path, keys[path]))
+            name = "related_files" + ("" if size is not None else "_left_out")
             counts[name] = counts.get(name, 0) + 1
-            if size <= left:
+            if size is not None:
                 left -= size
                 parts.append(part)
         return "".join(reversed(parts)), left
