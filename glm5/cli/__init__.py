@@ -13,6 +13,7 @@ from glm5 import __version__, process
 from glm5.cli import (  # noqa: F401 - their import adds the verbs
     agent,
     corpus,
+    data_sft,
     evaluate,
     kernels,
     models,

@@ -71,6 +71,46 @@ def data_classifier(recipe: Recipe, out: Out, overrides: Overrides = [], as_json
     typer.echo(f"{facts['texts']['held_out']:,} held-out texts; wrote {out}")
 
 
+@data_app.command("score")
+def data_score(
+    corpus: Annotated[Path, typer.Argument(help="A folder that `glm5 data run` made, without quality buckets.")],
+    model: Annotated[str, typer.Option(help="URL of an OpenAI-compatible server.")],
+    out: Out,
+    name: Annotated[str, typer.Option(help="The model's name; default: the first that the server lists.")] = "",
+    api_key_file: Annotated[Path | None, typer.Option(help="File with the server's API key; or GLM5_API_KEY.")] = None,
+    rubric: Annotated[Path | None, typer.Option(help="Text file that says what the scores 0 to 5 mean.")] = None,
+    kinds: Annotated[str, typer.Option(help="Kinds of documents to score.")] = "web,prose",
+    most: Annotated[int | None, typer.Option(min=1, help="New documents to score at most.")] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Documents at a time.")] = 8,
+    chunk: Annotated[int, typer.Option(min=200, max=20_000, help="Characters of a chunk.")] = 6000,
+    chunks: Annotated[int, typer.Option(min=1, help="Chunks of a document at most, evenly spread.")] = 12,
+    floor: Annotated[float, typer.Option(min=0, max=1, help="A chunk below this score decides alone.")] = 0.2,
+    as_json: Json = False,
+) -> None:
+    """Score the documents of a corpus with a language model, in chunks; `quality.classifier` of another run names the
+    result. The same command goes on after an interruption."""
+    from dataclasses import asdict
+
+    from glm5.config.corpus import CorpusRecipe
+    from glm5.config.load import load_recipe
+    from glm5.data.corpus.scores import Chunking, corpus_documents
+    from glm5.eval.answer_judge import AnswerJudge
+    from glm5.eval.document_scores import RUBRIC, score_documents
+    from glm5.obs.progress import QuietConsole
+    from glm5.serve.keys import find_key
+
+    tokenizer = load_recipe(corpus / "recipe.toml", CorpusRecipe, []).tokenizer
+    judge = AnswerJudge.at(model, name, find_key("api", None, api_key_file), concurrency)
+    text = RUBRIC if rubric is None else rubric.read_text(encoding="utf-8").strip()
+    documents = corpus_documents(corpus, kinds.split(","), tokenizer)
+    with QuietConsole().status("scoring") as status:
+        counts = score_documents(
+            documents, out, judge, Chunking(chunk, chunks, floor), text, most,
+            lambda done: status.update(f"{done:,} documents scored"),
+        )  # fmt: skip
+    show(asdict(counts), as_json)
+
+
 @data_app.command("report")
 def data_report(
     corpus: Annotated[Path, typer.Argument(help="A folder that `glm5 data run` made.")],

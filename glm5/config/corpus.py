@@ -13,10 +13,34 @@ from pydantic import Field, field_validator, model_validator
 
 from glm5.config.schema import Frozen
 
-Kind = Literal["web", "prose", "code"]
-KINDS: tuple[Kind, ...] = ("web", "prose", "code")
-RULES = ("gopher_repetition", "gopher_quality", "c4", "fineweb", "code")
-"""Rule sets: the first four are datatrove's filters, `code` is `glm5.data.corpus.filters.CodeRules`."""
+Kind = Literal["web", "prose", "code", "swe"]
+KINDS: tuple[Kind, ...] = ("web", "prose", "code", "swe")
+RULES = ("gopher_repetition", "gopher_quality", "c4", "fineweb", "code", "generated")
+"""Rule sets: the first four are datatrove's filters, `code` and `generated` are those of `glm5.data.corpus.filters`."""
+
+
+class ChangesConfig(Frozen):
+    """SWE rows (§2.3): each document is one change of a repository: related files, the changed files before it, issue,
+    pull request, diff. The filter of repositories is loose, that of issues and diffs strict."""
+
+    issues: list[str] = []
+    """JSONL of issues and pull requests in GitHub's form, joined by their numbers ("Fixes #12")."""
+    need_issue: bool = False
+    """Keep only changes of which the text of an issue is known; otherwise the pull request or the message may say what
+    the change is for."""
+    tokens: int = Field(32_768, ge=256)
+    """Of one row. Issue, pull request and diff come first, then the changed files, then related ones."""
+    related: int = Field(8, ge=0)
+    """Files of the repository that BM25 finds with the issue as query."""
+    least_words: int = Field(12, ge=1)
+    """Of an issue or a pull request, without the words of a form."""
+    most_files: int = Field(20, ge=1)
+    most_lines: int = Field(1000, ge=1)
+    """Files and lines that a change may touch."""
+    least_sources: int = Field(3, ge=1)
+    """Source files that a repository has."""
+    newest: int | None = Field(None, ge=1)
+    """So many changes of a git history at most; None: all."""
 
 
 class SourceConfig(Frozen):
@@ -35,6 +59,9 @@ class SourceConfig(Frozen):
     repositories: bool = False
     """Each folder at the top is a repository: its source files become one document (or several, by their limit), in the
     order of their imports."""
+    changes: ChangesConfig | None = None
+    """SWE rows: of the history of a git repository, or of the Debian source packages (`.dsc` and their archives) in a
+    folder."""
     field: str = "text"
     """Field of JSONL records and column of parquet rows with the text."""
 
@@ -42,6 +69,12 @@ class SourceConfig(Frozen):
     @classmethod
     def _is_plain(cls, name: str) -> str:
         return _plain_name("source", name)
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        if self.changes is not None and (self.repositories or self.kind is not None):
+            raise ValueError("a source with `changes` has neither `repositories` nor a `kind`")
+        return self
 
 
 class FilterConfig(Frozen):
@@ -52,7 +85,7 @@ class FilterConfig(Frozen):
     language_score: float = Field(0.5, ge=0, le=1)
     """Least probability of the best language."""
     licenses: list[str] = []
-    """SPDX names that code must have, or "permissive" for a list of them; empty: any, also none."""
+    """SPDX names that code and SWE rows must have, or "permissive" for a list of them; empty: any, also none."""
     problems: list[str] = []
     """Problems of evaluations that must not be in the corpus: JSONL files, `FILE` (field `text`) or `FILE#FIELD`."""
     problem_share: float = Field(0.8, gt=0, le=1)
@@ -92,10 +125,11 @@ class BucketConfig(Frozen):
 
 
 class QualityConfig(Frozen):
-    """Quality buckets by a classifier of `glm5 data classifier`. Each bucket gets its own shard, `KIND-BUCKET`."""
+    """Quality buckets by a classifier of `glm5 data classifier` or by the scores of `glm5 data score`. Each bucket gets
+    its own shard, `KIND-BUCKET`."""
 
     classifier: str
-    """Folder of the classifier."""
+    """Folder of the classifier, or of scores; a document without a score is dropped."""
     kinds: list[Kind] = ["web", "prose"]
     buckets: list[BucketConfig] = Field(min_length=1)
     """From the best to the worst. A score below the last one drops the document."""
@@ -133,6 +167,13 @@ class DedupConfig(Frozen):
     """Deduplication over all sources: exact copies first, then near-duplicates by MinHash, then by embeddings."""
 
     exact: bool = True
+    templates: bool = False
+    """Between the two: drop web pages and prose that are made from a template, by comparing them with the other
+    documents of their site (by URL) or of their folder in the source. Names and numbers do not count."""
+    template_copies: int = Field(20, ge=2)
+    """Documents that a line of a template is in."""
+    template_share: float = Field(0.8, gt=0, le=1)
+    """Share of a document's characters in such lines that drops it."""
     minhash: bool = True
     shingle_words: int = Field(5, ge=1)
     buckets: int = Field(14, ge=1)
@@ -178,6 +219,12 @@ class ClassifierRecipe(Frozen):
     shortest: int = Field(200, ge=0)
     """Shorter texts are left out."""
     limits: LimitConfig = LimitConfig()
+
+    @model_validator(mode="after")
+    def _texts(self) -> Self:
+        if any(source.changes is not None for source in (*self.positive, *self.negative)):
+            raise ValueError("a classifier learns from texts; `changes` is for the sources of a corpus")
+        return self
 
 
 class CorpusRecipe(Frozen):

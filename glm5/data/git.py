@@ -1,8 +1,9 @@
 """Committed text files of a local git repository, read object by object without a checkout.
 
 A repository is untrusted input: its configuration can name programs that git would run. We call only `rev-parse`,
-`ls-tree` and `cat-file`, which need no working tree and no index. Hooks, monitors, pagers, replacement objects and
-every transport are switched off. No variable of the caller's environment redirects git elsewhere.
+`ls-tree`, `cat-file`, and for its history `rev-list` and `diff-tree`, which need no working tree and no index. Hooks,
+monitors, pagers, replacement objects and every transport are switched off. No variable of the caller's environment
+redirects git elsewhere.
 """
 
 from __future__ import annotations
@@ -43,12 +44,8 @@ def read_git(location: str, report: ReadReport, limit: int) -> Iterator[Document
     counted as copies. The commit goes into the report. Raises DataError for a commit of too many paths: trees may share
     subtrees, so a few KB can name any number.
     """
-    path, revision = _split(location)
-    git = _Git(path)
-    git.stay_inside()
-    commit = git.call("rev-parse", "--verify", "--quiet", revision + "^{commit}").decode("ascii", "replace").strip()
-    if not commit.isalnum():
-        raise DataError(f'{path} is not a git repository with a commit "{revision}".')
+    git, commit = open_git(location)
+    path = git.path
     report.sources[-1].revision = commit
     with git.objects() as (ask, answer):
         for blob in _listing(git, commit, report):
@@ -60,6 +57,17 @@ def read_git(location: str, report: ReadReport, limit: int) -> Iterator[Document
             document = text_document(blob.path, _object(answer, blob, path), report)
             if document is not None:
                 yield document
+
+
+def open_git(location: str) -> tuple[Git, str]:
+    """The repository and the hash of the commit that PATH or PATH@REVISION names. Raises DataError."""
+    path, revision = _split(location)
+    git = Git(path)
+    git.stay_inside()
+    commit = git.call("rev-parse", "--verify", "--quiet", revision + "^{commit}").decode("ascii", "replace").strip()
+    if not commit.isalnum():
+        raise DataError(f'{path} is not a git repository with a commit "{revision}".')
+    return git, commit
 
 
 def _split(location: str) -> tuple[Path, str]:
@@ -74,7 +82,9 @@ def _split(location: str) -> tuple[Path, str]:
     return Path(path).resolve(), revision
 
 
-class _Git:
+class Git:
+    """Calls git in a repository that is not trusted."""
+
     def __init__(self, path: Path) -> None:
         program = shutil.which("git")
         if program is None:
@@ -172,7 +182,7 @@ def _links(folder: Path) -> Iterator[Path]:
             folders.remove("hooks")
 
 
-def _listing(git: _Git, commit: str, report: ReadReport) -> list[_Blob]:
+def _listing(git: Git, commit: str, report: ReadReport) -> list[_Blob]:
     """The text files of a commit, no links and no submodules; of files with one content the first."""
     found: dict[str, _Blob] = {}
     for entry in git.entries("ls-tree", "-r", "-z", "--long", "--full-tree", commit):

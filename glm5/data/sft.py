@@ -151,7 +151,7 @@ def parse_conversation(raw: Any, sort_results: bool = False) -> Conversation:
 
 def write_conversations(path: Path, conversations: Iterable[Conversation]) -> int:
     """Write JSONL for `read_conversations` (and other tools); returns the number of lines."""
-    lines = [json.dumps(_plain(c), ensure_ascii=False) for c in conversations]
+    lines = [json.dumps(plain_conversation(c), ensure_ascii=False) for c in conversations]
     atomic_write(path, "\n".join(lines) + "\n")
     return len(lines)
 
@@ -216,7 +216,8 @@ def _wrong_parts(value: Any, where: str) -> tuple[Any, tuple[Span, ...]]:
     return "".join(part["text"] for part in value), tuple(spans)
 
 
-def _plain(conversation: Conversation) -> dict[str, Any]:
+def plain_conversation(conversation: Conversation) -> dict[str, Any]:
+    """A conversation as the value of a line."""
     messages = [_plain_message(m, conversation.marks.get(i, TurnMarks())) for i, m in enumerate(conversation.messages)]
     line: dict[str, Any] = {"messages": messages, "tools": list(conversation.tools)}
     said: dict[str, Any] = {"thinking": conversation.thinking, "reasoning_effort": conversation.effort}

@@ -87,13 +87,14 @@ class AnswerJudge:
             return 0.0
         scores = []
         for question in questions(material, reply):
-            found = self._ask(question, told)
+            found = self.ask(question, told)
             if isinstance(found, str):
                 return found
             scores.append(found)
         return fmean(scores)
 
-    def _ask(self, question: Question, told: OnDelta | None) -> float | str:
+    def ask(self, question: Question, told: OnDelta | None) -> float | str:
+        """The score that the judge's answer to a question gives, or why there is none."""
         why = "no verdict"
         for temperature in TEMPERATURES:
             model = self.endpoint.asking(max_tokens=self.max_tokens, temperature=temperature)

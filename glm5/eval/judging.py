@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Protocol, TypeVar
 
@@ -24,7 +24,7 @@ class Job(Protocol[FoundByJob]):
 
 
 def run_jobs(
-    jobs: Sequence[tuple[Name, Job[Found]]], concurrency: int, endpoint: Endpoint | None = None
+    jobs: Iterable[tuple[Name, Job[Found]]], concurrency: int, endpoint: Endpoint | None = None
 ) -> Iterator[tuple[Name, Found | str]]:
     """The results of jobs, `concurrency` at a time. Raises EndpointError after `MOST_FAILED` in a row without a
     verdict; then the endpoint is closed, so that no request goes on."""

@@ -13,7 +13,7 @@ from glm5.engine.engine import Engine
 from glm5.errors import ConfigError
 from glm5.eval.needle_recall import needle_recall, token_places
 from glm5.model.glm5 import GLM5ForCausalLM
-from glm5.records import Outcome, SamplingParams, Trajectory
+from glm5.records import Message, Outcome, SamplingParams, Trajectory
 from glm5.tasks import open_episodes, play
 from glm5.tasks.contract import Problem
 from glm5.tasks.long_context.families import LongProblem
@@ -24,11 +24,13 @@ CHUNK = 64
 
 @dataclass(frozen=True)
 class Played:
-    """How one problem ended. `detail` is the environment's."""
+    """How one problem ended. `detail` is the environment's. `messages` is the whole conversation, if the player has
+    it."""
 
     reward: float
     outcome: Outcome
     detail: Mapping[str, Any] = field(default_factory=dict)
+    messages: Sequence[Message] = ()
 
 
 Numbered = Sequence[tuple[int, Problem]]

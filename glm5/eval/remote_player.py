@@ -165,7 +165,7 @@ def _played(result: StepResult, history: Sequence[Message], cut: bool, env: Env)
     if not result.done:
         reward, more = abandoned(env)
         detail |= more
-    return Played(reward, outcome, {**detail, "text": _text(history)})
+    return Played(reward, outcome, {**detail, "text": _text(history)}, tuple(history))
 
 
 def abandoned(env: Env) -> tuple[float, Mapping[str, Any]]:

@@ -21,7 +21,7 @@ from glm5.files import MANIFEST, atomic_write
 
 FILE = "corpus.json"
 PACKAGES = ("datatrove", "resiliparse", "fastwarc", "pypdfium2", "pyarrow", "tokenizers", "numpy")
-STEPS = ("read", "filter", "exact", "minhash", "semantic")
+STEPS = ("read", "filter", "exact", "templates", "minhash", "semantic")
 """Steps that drop documents, in their order."""
 
 
@@ -43,6 +43,8 @@ def write_account(recipe: CorpusRecipe, out: Path) -> dict[str, Any]:
         "bytes": int(read["bytes"]),
         "documents": int(read["total"]),
         "joined": joined,
+        "formulas": int(read["formulas"]),
+        "swe": {key.removeprefix("swe_"): int(n) for key, n in sorted(read.items()) if key.startswith("swe_")},
         "steps": steps,
         "added": {name.partition(":")[2]: int(n) for name, n in sorted(filtered.items()) if name.startswith("added:")},
         "kept": int(left[-1]["total"]),

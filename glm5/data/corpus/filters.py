@@ -5,8 +5,9 @@ datatrove's filters split words with spaCy by default. We give them `Words`, whi
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,11 @@ from datatrove.pipeline.filters.gopher_repetition_filter import GopherRepetition
 from datatrove.utils.word_tokenizers import WordTokenizer
 
 from glm5.config.corpus import FilterConfig, QualityConfig
-from glm5.data.corpus.classifier import Classifier
 from glm5.data.corpus.contaminated import Problems, read_problems
+from glm5.data.corpus.generated import SHORTEST, compression, phrases
 from glm5.data.corpus.language import Identify
-from glm5.data.corpus.logistic import EmbeddingClassifier, load_classifier
 from glm5.data.corpus.samples import ADDED, Samples
+from glm5.data.corpus.scores import load_scorer
 from glm5.data.dedup import UNSPACED
 from glm5.errors import ConfigError
 
@@ -86,12 +87,29 @@ class CodeRules(BaseFilter):
         return True
 
 
+class GeneratedText(BaseFilter):
+    """Rules for text that no person wrote: phrases of language models, and texts that compress too well."""
+
+    name = "generated text"
+
+    def __init__(self, weak_per_1000: float = 6.0, least_compressed: float = 0.15) -> None:
+        super().__init__()
+        self.weak, self.least = weak_per_1000, least_compressed
+
+    def filter(self, document: Document) -> bool | tuple[bool, str]:
+        why = phrases(document.text, self.weak)
+        if not why and len(document.text) >= SHORTEST and compression(document.text) < self.least:
+            why = "compressible"
+        return (False, why) if why else True
+
+
 _RULES = {
     "gopher_repetition": (GopherRepetitionFilter, True),
     "gopher_quality": (GopherQualityFilter, True),
     "c4": (C4QualityFilter, True),
     "fineweb": (FineWebQualityFilter, True),
     "code": (CodeRules, False),
+    "generated": (GeneratedText, False),
 }
 
 
@@ -109,17 +127,20 @@ class Quality:
 
     def __init__(self, config: QualityConfig) -> None:
         self.config = config
-        self._models: dict[str, Classifier | EmbeddingClassifier] = {}
+        self._models: dict[str, Callable[[str], float]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {"config": self.config, "_models": {}}
 
     def bucket(self, document: Document) -> str | None:
-        """The document's bucket; None if it is below all. Its scores become metadata, and `added` if the second
-        classifier lifts it."""
+        """The document's bucket; None if it is below all, or has no score. Its scores become metadata, and `added` if the
+        second classifier lifts it."""
         config, known = self.config, document.metadata
-        known["quality"] = self._score(config.classifier, document.text)
-        place = self._place(known["quality"])
+        score = self._score(config.classifier, document.text)
+        if math.isnan(score):
+            return None
+        known["quality"] = score
+        place = self._place(score)
         if config.second is not None and place > 0:
             known["second"] = self._score(config.second, document.text)
             known["added"] = self._place(known["second"]) < place
@@ -137,7 +158,7 @@ class Quality:
 
     def _score(self, folder: str, text: str) -> float:
         if folder not in self._models:
-            self._models[folder] = load_classifier(Path(folder))
+            self._models[folder] = load_scorer(Path(folder))
         return round(self._models[folder](text), 4)
 
 
@@ -178,7 +199,7 @@ class Filter(PipelineStep):
     def reason(self, document: Document) -> str | None:
         """Why the document is dropped; None keeps it. Sets its language, and C4's rules may remove lines."""
         kind = document.metadata["kind"]
-        if kind != "code":
+        if kind in ("web", "prose"):
             language, score = self.identify(document.text)
             document.metadata |= {"language": language, "language_score": round(score, 4)}
             if self.config.languages and language not in self.config.languages:
@@ -199,6 +220,6 @@ class Filter(PipelineStep):
         if self.quality is not None and kind in self.quality.config.kinds:
             bucket = self.quality.bucket(document)
             if bucket is None:
-                return "quality"
+                return "quality" if "quality" in document.metadata else "unscored"
             document.metadata["bucket"] = bucket
         return None

@@ -142,7 +142,7 @@ class Licenses:
                 text = read_small(path, _MOST).decode("utf-8", "replace")
             except OSError:
                 continue
-            said = _of_copyright(text)
+            said = of_copyright(text)
             names = [said] if said else _recognised(text)
             if len(names) > 1:
                 return ""
@@ -173,7 +173,7 @@ class _Distribution(importlib.metadata.PathDistribution):
             return None
 
 
-def _of_copyright(text: str) -> str:
+def of_copyright(text: str) -> str:
     """The license of all files in Debian's machine-readable form."""
     _, _, rest = text.partition("\nFiles: *\n")
     _, _, field = f"\n{rest}".partition("\nLicense: ")

@@ -21,6 +21,8 @@ from glm5.data.corpus.licenses import Licenses, recognised
 from glm5.data.corpus.spdx import all_of
 from glm5.data.documents import ReadReport
 from glm5.data.git import read_git
+from glm5.data.swe.debian import archives
+from glm5.data.swe.history import History
 from glm5.errors import DataError
 from glm5.files import publish_dir, read_rows
 
@@ -28,6 +30,8 @@ _NO_CODE = {"__pycache__", "node_modules", "lib-dynload"}
 PLAN = "plan"
 GIT = "git:"
 _MOST_GIT = 64 << 20
+_CHANGES = 64
+"""Changes of a git history in one input."""
 _MOST_REPOSITORY = 256 << 20
 """Bytes of a repository that are in memory at once, to put its files in order."""
 
@@ -130,6 +134,9 @@ def _root(path: str) -> Path:
 
 
 def _inputs(source: SourceConfig, skipped: Counter[str]) -> Iterator[Input]:
+    if source.changes is not None:
+        yield from _history(source, skipped) if source.path.startswith(GIT) else _packages(source, skipped)
+        return
     if source.path.startswith(GIT):
         report = ReadReport(max_bad=1 << 62)
         report.begin(source.path)
@@ -159,6 +166,48 @@ def _inputs(source: SourceConfig, skipped: Counter[str]) -> Iterator[Input]:
             skipped["empty"] += 1
         else:
             yield replace(_input(source.name, path, name, status), license=licenses.of(name) or source.license or "")
+
+
+def _history(source: SourceConfig, skipped: Counter[str]) -> Iterator[Input]:
+    """Batches of neighbouring changes of a git repository, which share most of their files; together they count as
+    large as its newest commit."""
+    assert source.changes is not None
+    with History(source.path.removeprefix(GIT), _MOST_GIT) as history:
+        shas, left_out = history.changes(source.changes.newest)
+        skipped.update(left_out)
+        place, license = f"{GIT}{history.git.path}", history.license() or source.license or ""
+        size = max(1, history.size() // max(1, len(shas)))
+        name = f"{source.name}/{history.git.path.name}"
+        for start in range(0, len(shas), _CHANGES):
+            members = tuple(
+                Input(source.name, f"{place}@{sha}", f"{name}/{sha[:12]}", size, 0, license)
+                for sha in shas[start : start + _CHANGES]
+            )
+            path = f"{place}@{history.head}"
+            yield Input(source.name, path, f"{name}+{start}", size * len(members), 0, license, members)
+
+
+def _packages(source: SourceConfig, skipped: Counter[str]) -> Iterator[Input]:
+    """Debian source packages: a `.dsc` with the archives that it names."""
+    root = _root(source.path).resolve()
+    if not root.is_dir():
+        raise DataError(
+            f'The source "{source.name}" has `changes`, so its path must be git:PATH or a folder of .dsc files; '
+            f"{source.path} is neither."
+        )
+    for path, name, status in _walk(root, set(), skipped):
+        if path.suffix != ".dsc" or not _wanted(name, source):
+            continue
+        found = archives(path)
+        if found.original is None or found.packaging is None:
+            skipped[found.missing] += 1
+            continue
+        beside = [_input(source.name, one, one.relative_to(root).as_posix(), one.stat())
+                  for one in (found.original, found.packaging)]  # fmt: skip
+        members = (_input(source.name, path, name, status), *beside)
+        plain = members[0].name.removesuffix(".dsc")
+        size = sum(one.bytes for one in members)
+        yield Input(source.name, str(path), plain, size, 0, source.license or "", members)
 
 
 def _by_repository(inputs: list[Input]) -> list[Input]:

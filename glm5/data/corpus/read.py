@@ -25,7 +25,11 @@ from glm5.data.corpus.plan import GIT, Input, planned
 from glm5.data.corpus.repository import Paths, concatenated
 from glm5.data.corpus.samples import Samples
 from glm5.data.corpus.spdx import all_of, allowed
-from glm5.data.corpus.text import Extract, Extracted, Skipped, Text, extract_here
+from glm5.data.corpus.text import Extract, Extracted, Found, Skipped, Text, extract_here
+from glm5.data.corpus.tokens import load_tokenizer
+from glm5.data.swe.inputs import rows
+from glm5.data.swe.issues import read_issues
+from glm5.data.swe.rows import Rows
 
 _PR_SET_PDEATHSIG, _SIGKILL = 1, 9
 _START = 300.0  # seconds that the start of a process may take on a busy machine
@@ -40,12 +44,14 @@ class ReadInputs(PipelineStep):
     name = "inputs"
 
     def __init__(
-        self, out: Path, sources: list[SourceConfig], limits: LimitConfig, filters: FilterConfig, samples: Samples
-    ) -> None:
+        self, out: Path, sources: list[SourceConfig], limits: LimitConfig, filters: FilterConfig, samples: Samples,
+        tokenizer: str | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.out, self.limits, self.filters, self.samples = out, limits, filters, samples
+        self.out, self.limits, self.filters, self.samples, self.tokenizer = out, limits, filters, samples, tokenizer
         self.sources = {source.name: source for source in sources}
         self.code_rules = rule_set("code", filters.options.get("code", {}))
+        self._makers: dict[str, Rows] = {}
 
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         with ExitStack() as stack:
@@ -54,13 +60,15 @@ class ReadInputs(PipelineStep):
             for one in planned(self.out, rank):
                 one.check()
                 self.stat_update("bytes", value=one.bytes)
-                joined = bool(one.members) or (one.path.startswith(GIT) and self.sources[one.source].repositories)
+                changes = self.sources[one.source].changes is not None
+                repositories = one.path.startswith(GIT) and self.sources[one.source].repositories
+                joined = not changes and (bool(one.members) or repositories)
                 prefix = "/".join(one.members[0].name.split("/")[:2] if one.members else [one.name]) + "/"
                 code: dict[str, Text] = {}
                 paths = Paths()
-                for member in one.members or (one,):
-                    self.stat_update("files")
-                    for found in documents(member, self.sources[one.source], self.limits, extract):
+                for member in (one,) if changes else one.members or (one,):
+                    self.stat_update("files", value=len(member.members) or 1)
+                    for found in self._found(member, extract):
                         reason = found.reason if isinstance(found, Skipped) else self._unwanted(found, member)
                         self.stat_update("total")
                         if isinstance(found, Skipped) or reason:
@@ -70,18 +78,31 @@ class ReadInputs(PipelineStep):
                             code[paths.unlike(found.name.removeprefix(prefix))] = found
                         else:
                             self.stat_update("forwarded")
+                            for name, value in found.more.pop("counts", {}).items():
+                                self.stat_update(f"swe_{name}", value=value)
+                            self.stat_update("formulas", value=found.more.get("formulas", 0))
                             yield _document(found, member)
                 one.check()  # a file that grew meanwhile is not the planned one
                 if code:
                     yield from self._repository(one, code)
 
+    def _found(self, one: Input, extract: Extract) -> Iterator[Found]:
+        """The documents of an input; SWE rows of a source with `changes`."""
+        source = self.sources[one.source]
+        if source.changes is None:
+            return documents(one, source, self.limits, extract)
+        if source.name not in self._makers:
+            issues = read_issues(source.changes.issues, 2 * self.limits.document_bytes)
+            self._makers[source.name] = Rows(source.changes, issues, load_tokenizer(self.tokenizer))
+        return rows(one, self._makers[source.name], self.limits)
+
     def _unwanted(self, found: Text, one: Input) -> str:
-        """Why a source file is not used: its license, or what shows only file by file."""
-        if found.kind != "code":
+        """Why source code is not used: its license, or what shows only file by file."""
+        if found.kind not in ("code", "swe"):
             return ""
         if self.filters.licenses and not allowed(_license(found, one), self.filters.licenses):
             return "license"
-        if "code" not in self.filters.rules.get("code", []):
+        if found.kind == "swe" or "code" not in self.filters.rules.get("code", []):
             return ""
         kept = self.code_rules.filter(Document(found.text, found.name))
         return "" if kept is True else f"code_{kept[1]}"

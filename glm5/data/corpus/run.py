@@ -21,8 +21,10 @@ from glm5.config.load import dump_recipe
 from glm5.data.corpus.account import write_account
 from glm5.data.corpus.contaminated import read_problems
 from glm5.data.corpus.embeddings import Embeddings
-from glm5.data.corpus.logistic import EmbeddingClassifier, load_classifier
+from glm5.data.corpus.logistic import EmbeddingClassifier
 from glm5.data.corpus.plan import PLAN, make_plan
+from glm5.data.corpus.scores import load_scorer
+from glm5.data.swe.issues import read_issues
 from glm5.errors import ConfigError, DataError, MissingExtraError
 from glm5.files import MANIFEST, atomic_write, exclusive, recover_dir, sha256_file
 
@@ -114,12 +116,15 @@ def _same_recipe(recipe: CorpusRecipe, out: Path) -> None:
 def _same_helpers(recipe: CorpusRecipe, out: Path) -> None:
     """Check now, not after hours, that tokenizer, classifiers and problems can be read, and have not changed."""
     files = [Path(place.partition("#")[0]) for place in recipe.filters.problems]
+    for changes in filter(None, (source.changes for source in recipe.sources)):
+        read_issues(changes.issues, 2 * recipe.limits.document_bytes)
+        files += map(Path, changes.issues)
     if recipe.filters.problems:
         read_problems(recipe.filters.problems)
     if recipe.quality is not None:
         folders = filter(None, (recipe.quality.classifier, recipe.quality.second, recipe.quality.knowledge))
         for folder in map(Path, folders):
-            model = load_classifier(folder)
+            model = load_scorer(folder)
             files.append(folder / MANIFEST)
             if isinstance(model, EmbeddingClassifier):
                 model.check(folder)

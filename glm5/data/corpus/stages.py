@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from glm5.data.corpus.read import ReadInputs
 from glm5.data.corpus.samples import Keep, Samples
 from glm5.data.corpus.semantic import Assign, Centres, Compare, Embed, SemanticFilter
 from glm5.data.corpus.split import MOVES
+from glm5.data.corpus.templates import DropTemplates, FindTemplates, WriteSkeletons
 from glm5.data.corpus.tokens import MergeTokens, WriteTokens
 
 _PIECE = 1 << 14  # shingles hashed at a time
@@ -65,8 +67,20 @@ class Signatures(MinhashDedupSignature):
 
 
 def content(document: Document) -> str:
-    """What exact copies share."""
-    return str(document.text)
+    """What exact copies share: the text; of an SWE row issue and diff, for rows of one repository share its files."""
+    return str(document.text[document.metadata.get("own", 0) :])
+
+
+class OwnText(PipelineStep):
+    """Leaves of every document what `content` says, for the signatures after it."""
+
+    type = "dedup"
+    name = "own text"
+
+    def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        for document in data:
+            document.text = content(document)
+            yield document
 
 
 def stages(recipe: CorpusRecipe, out: Path) -> list[Stage]:
@@ -92,6 +106,8 @@ def stages(recipe: CorpusRecipe, out: Path) -> list[Stage]:
         steps: list[PipelineStep] = [JsonlReader(folder("documents"), compression="gzip", add_file_path=False)]
         if dedup.exact:
             steps.append(ExactDedupFilter(folder("exact/copies"), exact, Keep("exact", samples) if noted else None))
+        if dedup.templates:
+            steps.append(DropTemplates(work / "templates/found", Keep("templates", samples) if noted else None))
         if dedup.minhash and after != "exact":
             steps.append(MinhashDedupFilter(folder("minhash/clusters"), Keep("minhash", samples) if noted else None))
         if dedup.semantic is not None and after == "semantic":
@@ -99,7 +115,7 @@ def stages(recipe: CorpusRecipe, out: Path) -> list[Stage]:
         return steps
 
     read = [
-        ReadInputs(out, recipe.sources, recipe.limits, recipe.filters, samples),
+        ReadInputs(out, recipe.sources, recipe.limits, recipe.filters, samples, recipe.tokenizer),
         Filter(recipe.filters, recipe.quality, samples),
         PartWriter(folder("documents"), compression="gzip"),
     ]
@@ -107,10 +123,16 @@ def stages(recipe: CorpusRecipe, out: Path) -> list[Stage]:
     if dedup.exact:
         read.append(ExactDedupSignature(folder("exact/hashes"), exact))
         found.append(Stage("exact", [ExactFindDedups(folder("exact/hashes"), folder("exact/copies"), exact)], 1))
+    if dedup.templates:
+        read.insert(3, WriteSkeletons(work / "templates/skeletons"))  # exact signatures end the pipeline
+        find = FindTemplates(
+            work / "templates/skeletons", work / "templates/found", dedup.template_copies, dedup.template_share
+        )
+        found.append(Stage("templates", [find], 1))
     if dedup.minhash:
         signatures, pairs = folder("minhash/signatures"), folder("minhash/pairs")
         found += [
-            Stage("minhash", [*left("exact"), Signatures(signatures, near, language=WORDS)], tasks),
+            Stage("minhash", [*left("exact"), OwnText(), Signatures(signatures, near, language=WORDS)], tasks),
             Stage("pairs", [MinhashDedupBuckets(signatures, pairs, config=near)], dedup.buckets),
             Stage("clusters", [MinhashDedupCluster(pairs, folder("minhash/clusters"), near)], 1),
         ]

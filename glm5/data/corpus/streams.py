@@ -45,7 +45,7 @@ def decompressed(file: IO[bytes], compression: str) -> IO[bytes]:
         return cast(IO[bytes], gzip.GzipFile(fileobj=file))
     if compression == ".bz2":
         return cast(IO[bytes], bz2.BZ2File(file))
-    return cast(IO[bytes], _Xz(file)) if compression == ".xz" else file
+    return io.BufferedReader(_Xz(file)) if compression == ".xz" else file  # tarfile wants no short reads
 
 
 class _Xz(io.RawIOBase):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from glm5.config.corpus import Kind, LimitConfig
+from glm5.data.corpus.formulas import show_formulas
 from glm5.data.corpus.kinds import FileType
 from glm5.data.corpus.streams import Refused
 
@@ -61,10 +62,11 @@ Extract = Callable[[str, bytes], "Extracted | str"]
 
 @dataclass(frozen=True)
 class Extracted:
-    """Text of a page or a PDF, and its title."""
+    """Text of a page or a PDF, its title, and how many formulas of a page became TeX."""
 
     text: str
     title: str = ""
+    formulas: int = 0
 
 
 def one_document(name: str, raw: bytes, kind: FileType, limits: LimitConfig, extract: Extract) -> Found:
@@ -86,6 +88,7 @@ def extracted_document(
     if isinstance(found, str):
         return Skipped(name, found)
     more = more | ({"title": found.title[:200]} if found.title else {})
+    more = more | ({"formulas": found.formulas} if found.formulas else {})
     return checked(Text(name, tidy(found.text), kind.kind or "prose", kind.format, None, more), limits)
 
 
@@ -140,8 +143,9 @@ def _html(raw: bytes) -> Extracted | str:
 
     page = bytes_to_str(raw, detect_encoding(raw) or "utf-8")
     tree = HTMLTree.parse(page)
+    formulas = show_formulas(tree)
     text = extract_plain_text(tree, main_content=True, alt_texts=False, preserve_formatting=True)
-    return Extracted(text, tree.title or "")
+    return Extracted(text, tree.title or "", formulas)
 
 
 def _pdf(raw: bytes) -> Extracted | str:

@@ -20,7 +20,9 @@ from glm5.data.corpus.split import read_moves
 from glm5.data.shards import SPLITS, SplitWriter, encode_documents, id_dtype, open_split, publish_shards
 
 _BATCH = 1 << 20  # characters
-KEPT = ("source", "kind", "format", "code", "license", "language", "url", "quality", "second", "knowledge", "files")
+KEPT = (
+    "source", "kind", "format", "code", "license", "language", "url", "quality", "second", "knowledge", "files", "formulas",
+)  # fmt: skip
 """What the shards' `.documents` files say of every document, beside its name and the SHA-256 of its text."""
 
 
