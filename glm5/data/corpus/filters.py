@@ -133,8 +133,8 @@ class Quality:
         return {"config": self.config, "_models": {}}
 
     def bucket(self, document: Document) -> str | None:
-        """The document's bucket; None if it is below all, or has no score. Its scores become metadata, and `added` if the
-        second classifier lifts it."""
+        """The document's bucket; None if it is below all, or has no score. Its scores become metadata, and `added` if
+        the second classifier lifts it."""
         config, known = self.config, document.metadata
         score = self._score(config.classifier, document.text)
         if math.isnan(score):
