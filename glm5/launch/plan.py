@@ -132,8 +132,7 @@ def _exchanged(config: GLM5Config, setting: Setting) -> int:
     (context parallelism), at most."""
     forward = setting.forward
     layers = config.num_hidden_layers + forward.depths
-    passes = 1 + (forward.attention != "warmup") + bool(forward.recompute)
-    return exchanged_bytes(config, forward) * layers * passes * setting.parts
+    return exchanged_bytes(config, forward) * layers * (2 + bool(forward.recompute)) * setting.parts
 
 
 def _problems(recipe: RunRecipe, stage: Stage, config: GLM5Config, gpus: int, device: Device, peak: int) -> list[str]:
@@ -149,19 +148,19 @@ def _problems(recipe: RunRecipe, stage: Stage, config: GLM5Config, gpus: int, de
     if peak > usable:
         found.append(
             f"does not fit: it needs {peak / 1e9:,.1f} GB, and {usable / 1e9:,.1f} of {device.memory / 1e9:,.0f} GB "
-            f"can be used. {_advice(stage, gpus)}"
+            f"can be used. {_advice(stage, gpus, cp)}"
         )
     return found
 
 
-def _advice(stage: Stage, gpus: int) -> str:
+def _advice(stage: Stage, gpus: int, cp: int) -> str:
     if isinstance(stage, PolicyStage):
         return "Take a shorter row_length, a smaller max_context or a smaller model."
     assert isinstance(stage, GradientStage)
     changes = [] if stage.micro_rows == 1 else ["fewer micro_rows"]
     changes += [] if stage.recompute is True else ["recompute = true"]
     changes += [] if stage.dtype == "bfloat16" else ['dtype = "bfloat16"']
-    changes += ["a larger parallel.cp"] if stage.micro_rows == 1 and gpus > 1 else []
+    changes += ["a larger parallel.cp"] if stage.micro_rows == 1 and cp < gpus else []
     return f"Take {', '.join([*changes, 'more GPUs' if gpus > 1 else 'more than one GPU'])} or a smaller model."
 
 

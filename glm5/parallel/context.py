@@ -45,7 +45,12 @@ class Exchange:
     def start(self, x: Tensor) -> Callable[[], Tensor]:
         """Begin `forward`; call the result for the rows."""
         wait = self._transfer(x.index_select(0, self.send), self.leave, self.arrive)
-        return lambda: torch.empty_like(rows := wait()).index_copy_(0, self.place, rows)
+
+        def finish() -> Tensor:
+            rows = wait()
+            return torch.empty_like(rows).index_copy_(0, self.place, rows)
+
+        return finish
 
     def backward(self, grad: Tensor) -> Tensor:
         """Gradients [needed, D] -> [held, D], summed over receivers in fp32 or wider."""
@@ -95,13 +100,10 @@ class NodeExchange:
 
     def backward(self, grad: Tensor) -> Tensor:
         """See `Exchange`."""
-        near, far = grad.index_select(0, self.place).split((self._near, len(self.place) - self._near))
+        inside = len(self.near.place)
+        near, far = grad.index_select(0, self.place).split((inside, len(self.place) - inside))
         finish = self.across.start_backward(self.within.backward(far))
         return self.near.backward(near) + finish()
-
-    @property
-    def _near(self) -> int:
-        return len(self.near.place)
 
 
 def exchange(

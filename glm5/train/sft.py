@@ -160,9 +160,10 @@ def run(
 
     def loss_of(model: GLM5ForCausalLM, batch: Batch, ctx: ForwardContext) -> tuple[Tensor, StepMetrics]:
         loss, metrics = language_loss(model, batch, ctx, mtp_weight=stage.mtp_weight, mtp_depths=stage.mtp_depths)
-        real = (batch.documents >= 0).sum()
-        metrics.mean("fill", real, batch.ids.numel())
-        metrics.mean("trained_share", batch.loss_mask.sum(), real)
+        rows = batch if batch.part is None else batch.part.whole
+        real = (rows.documents >= 0).sum()
+        metrics.mean("fill", real, rows.ids.numel())
+        metrics.mean("trained_share", rows.loss_mask.sum(), real)
         return loss, metrics
 
     with quantization_aware(model, stage.qat):
