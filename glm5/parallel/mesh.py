@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,12 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from glm5.config.model import GLM5Config
 from glm5.config.parallel import Layout
 from glm5.device import choose_device
-from glm5.errors import Glm5Error
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.model.hf_weights import verify_checkpoint
 from glm5.parallel.expert import divide_experts
 from glm5.parallel.fsdp import RUN, export_shards, fill_shards, local_slice, shard_model, unshard_model
 from glm5.parallel.ranks import Ranks, ShardSlice, check_layout
+from glm5.parallel.waiting import lost_ranks
 
 T = TypeVar("T")
 
@@ -49,9 +48,9 @@ class TorchRanks(Ranks):
         self._patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=layout.patience_seconds))
         self._background = dist.new_group(backend="gloo", timeout=timedelta(seconds=layout.patience_seconds))
         self.async_save = layout.async_save
-        numbers = torch.arange(self.world).view(-1, layout.ep)
-        self._everyone = DeviceMesh(kind, torch.arange(self.world), mesh_dim_names=("all",))
-        self._grid = DeviceMesh(kind, numbers, mesh_dim_names=("dp", "ep"))
+        stages = torch.arange(self.world).view(layout.pp, -1)  # of one pipeline stage unless there are more
+        self._everyone = DeviceMesh(kind, stages, mesh_dim_names=("pp", "all"))["all"]
+        self._grid = DeviceMesh(kind, stages.view(layout.pp, -1, layout.ep), mesh_dim_names=("pp", "dp", "ep"))
 
     @property
     def _experts(self) -> dist.ProcessGroup | None:
@@ -103,7 +102,7 @@ class TorchRanks(Ranks):
 
     def gather(self, value: T) -> list[T]:
         found: list[Any] = [None] * self.world
-        with _lost_ranks():
+        with lost_ranks():
             dist.all_gather_object(found, value, group=self._objects)
         return found
 
@@ -112,7 +111,7 @@ class TorchRanks(Ranks):
         return tensor
 
     def wait(self) -> None:
-        with _lost_ranks():
+        with lost_ranks():
             dist.barrier(group=self._patient)
 
     def background(self) -> TorchRanks:
@@ -123,14 +122,3 @@ class TorchRanks(Ranks):
     def close(self) -> None:
         if self._joined:
             dist.destroy_process_group()
-
-
-@contextmanager
-def _lost_ranks() -> Iterator[None]:
-    """Say in a sentence that another rank has ended, or did not come in time."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise Glm5Error(
-            f"Another rank of this job has ended, or takes too long; its own message says more. ({error!s:.120})"
-        ) from error

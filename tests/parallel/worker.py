@@ -30,9 +30,10 @@ from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.obs.metrics import NullMetrics
 from glm5.optim.distributed import local
 from glm5.parallel.mesh import TorchRanks
+from glm5.parallel.pipeline_ranks import PipelineRanks
 from glm5.parallel.ranks import Ranks, ranks_from_environment
 from glm5.train.loop import StageIO, Trainer, train
-from glm5.train.losses import IndexerLoss, language_loss
+from glm5.train.losses import IndexerLoss, hidden_states, language_loss
 from glm5.train.router_balance import balance_loss
 from glm5.train.step_metrics import StepMetrics
 
@@ -69,14 +70,16 @@ class Watch:
         watch = IndexerLoss(batch, 4, metrics)
         ctx.observer, ctx.attend_dense = watch, self.warmup
         if self.warmup:
-            hidden = model.model(batch.ids, ctx)
-            model.mtp_hidden(batch.targets()[0], hidden, ctx)
-            return watch.total(), metrics
+            hidden_states(model, batch, ctx, 1)
+            return watch.total(ctx.stage_pass), metrics
         loss, numbers = language_loss(model, batch, ctx, mtp_weight=0.3, mtp_depths=2)
         stats = ctx.router_stats or []
         self.routes.append([layer.experts.view(*batch.ids.shape, -1) for layer in stats])
-        balance = balance_loss(stats, batch, model.config.n_routed_experts)
-        return loss + watch.total() + 0.01 * balance, numbers.merge([metrics])
+        loss = loss + watch.total(ctx.stage_pass)
+        if stats:
+            routers = ctx.stage_pass.routers if ctx.stage_pass is not None else None
+            loss = loss + 0.01 * balance_loss(stats, batch, model.config.n_routed_experts, routers)
+        return loss, numbers.merge([metrics])
 
 
 def stage(steps: int = STEPS, **options: Any) -> GradientStage:
@@ -453,9 +456,8 @@ def main(path: Path) -> None:
     layout = Layout(timeout_seconds=min(task.get("timeout", 300) for task in tasks))
     with ranks_from_environment(layout) as job:
         for task in tasks:
-            result = work(
-                task, TorchRanks(layout.model_copy(update={"ep": task.get("ep", 1), **task.get("layout", {})}))
-            )
+            own = layout.model_copy(update={"ep": task.get("ep", 1), **task.get("layout", {})})
+            result = work(task, PipelineRanks(own) if own.pp > 1 else TorchRanks(own))
             if job.main:
                 Path(task["result"]).write_text(result, encoding="utf-8")
 
