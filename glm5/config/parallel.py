@@ -24,8 +24,8 @@ class Layout(Frozen):
     """Pipeline stages by which the layers are divided. Ranks are numbered stage by stage: with N processes, the first
     N / `pp` have the first stage. Processes of different stages with the same place in it compute the same rows."""
     pp_stages_per_rank: int = Field(1, ge=1)
-    """Stages that every process has (interleaving): with v of them there are `pp` x v stages, process group i has stages
-    i, i + `pp`, i + 2 `pp`, … It shortens the wait at both ends of a step by v."""
+    """Stages that every process has (interleaving): with v of them there are `pp` x v stages, and the i-th group of
+    processes has stages i, i + `pp`, i + 2 `pp`, … The waits at both ends of a step are v times as short."""
     pp_layers: tuple[int, ...] = ()
     """Number of layers of every stage, `pp` x `pp_stages_per_rank` numbers. 0 for the last stage leaves it the output
     head alone; the MTP layer is then on the stage before it (§2.4). Empty: divided by the work per token."""

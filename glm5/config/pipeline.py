@@ -5,10 +5,10 @@ trunk's hidden state after the final norm, so it cannot be on a stage before the
 forward only, the stage with the MTP layer has the final norm, and the stages after it have no layers. That is the
 paper's placement: embedding and block of MTP on the stage before the last, and on the last stage nothing but the output
 head, which the main model and MTP share. The stage with MTP sends 1 + depths hidden states. The head computes as many
-logits per token, which for GLM-5 (vocabulary of 154,880, 3 depths) is the work of about seven MoE layers: a stage
-of its own. With a small vocabulary, dividing by work may put MTP beside the head instead.
+logits per token, which for GLM-5 (vocabulary of 154,880, 3 depths) is the work of about seven MoE layers: a stage of
+its own. With a small vocabulary, dividing by work may put MTP beside the head instead.
 
-The token embedding that MTP reads is a copy, unless one process has both stages; the gradients of the copies are summed.
+The token embedding that MTP reads is a copy, unless one process has both stages. The gradients of both are summed.
 """
 
 from __future__ import annotations

@@ -33,6 +33,10 @@ class WeightQueue:
         else:
             self._left.setdefault(self._key, []).append((weight, gradient))
 
+    def clear(self) -> None:
+        """Forget what was left."""
+        self._key, self._left = None, {}
+
     @torch.no_grad()
     def compute(self, key: Key) -> None:
         """Compute what was left under a key, and free it entry by entry."""

@@ -30,7 +30,9 @@ def global_norm(parameters: nn.Module | Iterable[Tensor], everyone: SumOverAll |
         square = next(norms).square() if held else plain
         parts.append((p.grad if p.grad is not None else p, square))
     if everyone is not None:
-        counted = [s / copies(t) if is_dtensor(t) else s for p, (t, s) in zip(params, parts) if not hasattr(p, "tied_copy")]
+        counted = [
+            s / copies(t) if is_dtensor(t) else s for p, (t, s) in zip(params, parts) if not hasattr(p, "tied_copy")
+        ]
         return everyone(sum(counted, torch.zeros(1, device=plain.device))).sqrt().squeeze(0)
     if not parts:
         return plain

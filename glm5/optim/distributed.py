@@ -45,9 +45,10 @@ def copies(tensor: Any) -> int:
 
 
 def sum_over_ranks(parts: Sequence[tuple[Tensor, Tensor]], ranks: dist.ProcessGroup | None = None) -> Tensor:
-    """Sum over all ranks (or those of a group), for pairs (tensor, number from this rank's part of it); each element counts once.
+    """Sum over all ranks, or those of a group, for pairs (tensor, number from this rank's part of it); each element
+    counts once.
 
-    Ranks of the default group have different elements of a DTensor, except with a Replicate placement. Plain tensors
+    These ranks have different elements of a DTensor, except with a Replicate placement. Plain tensors
     are the same on all ranks and count once. If any tensor is a DTensor, all ranks must call with the same tensors.
     """
     own = torch.stack([number / copies(t) if is_dtensor(t) else number for t, number in parts])

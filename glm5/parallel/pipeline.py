@@ -17,11 +17,13 @@ from glm5.config.pipeline import Span
 from glm5.model.context import ForwardContext
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.model.layers import Linear
+from glm5.model.moe import Experts
 from glm5.model.pipeline_stage import StagePass, run_layers, stage_modules
+from glm5.ops.deferred import WeightQueue
 from glm5.optim.distributed import local
 from glm5.parallel.schedule import Action, make_schedule
 from glm5.parallel.waiting import lost_ranks
-from glm5.parallel.zero import StageGradients, full
+from glm5.parallel.zero import StageGradients
 
 P = TypeVar("P")
 T = TypeVar("T")
@@ -86,8 +88,8 @@ class StageLinks:
 
 
 class Pipeline:
-    """The stages of one rank. `spans`: those of all ranks, in order. `differentiable`: whether gradients flow from stage
-    to stage."""
+    """The stages of one rank. `spans`: those of all ranks, in order. `differentiable`: whether gradients flow between
+    stages."""
 
     def __init__(
         self,
@@ -105,6 +107,10 @@ class Pipeline:
         prefixes = [tuple(f"{name}." for name, _ in stage_modules(model, span)) for span in self.own]
         chunks = [[name for name in trained if name.startswith(chunk)] for chunk in prefixes]
         self.gradients = StageGradients(model, chunks, dtype)
+        self._queue = WeightQueue(self.gradients.add)
+        for module in model.modules() if deferred else ():
+            if isinstance(module, Linear | Experts):
+                module.weight_queue = self._queue
         self.trace: list[tuple[Action, float, float, float]] | None = None
         self._passes: dict[tuple[int, int], tuple[StagePass, Tensor]] = {}
 
@@ -124,14 +130,13 @@ class Pipeline:
                 self.gradients.finish()
         finally:
             self._passes.clear()
+            self._queue.clear()
             self.gradients.drop()
         if torch.is_grad_enabled():
             self._sum_copies()
         return list(self.links.sum(losses))
 
-    def _act(
-        self, action: Action, parts: Sequence[P], work: Callable[[P, StagePass], Tensor], losses: Tensor
-    ) -> None:
+    def _act(self, action: Action, parts: Sequence[P], work: Callable[[P, StagePass], Tensor], losses: Tensor) -> None:
         began, waited = time.perf_counter(), self.links.waited
         chunk = action.stage // len(self.links.ranks)
         if action.kind == "F":
@@ -140,7 +145,12 @@ class Pipeline:
             self.gradients.reduce(chunk)
         else:
             self.gradients.select(chunk)
-            self._backward(action)
+            key = action.stage, action.micro
+            self._queue.begin(key if action.kind == "I" else None)
+            if action.kind == "W":
+                self._queue.compute(key)
+            else:
+                self._backward(action)
         if self.trace is not None:
             self.trace.append((action, began, time.perf_counter(), self.links.waited - waited))
 
@@ -212,7 +222,9 @@ class Pipeline:
         with torch.device("meta"):
             head = Linear(config.hidden_size, config.vocab_size)
         own = getattr(model, "lm_head", None)
-        weight = torch.empty(head.weight.shape, dtype=model.dtype, device=self.links.device) if own is None else own.weight
+        weight = (
+            torch.empty(head.weight.shape, dtype=model.dtype, device=self.links.device) if own is None else own.weight
+        )
         head.weight = torch.nn.Parameter(self.links.broadcast(weight.detach(), self.spans[-1].stage), False)
         return head
 
@@ -239,7 +251,9 @@ class Relay:
             x = self.links.broadcast(x.contiguous(), span.stage)
             if span.gives_indices and not ctx.attend_dense:
                 shape = ctx.batch, ctx.length, width
-                kept = indices if mine and indices is not None else torch.empty(shape, dtype=torch.int64, device=x.device)
+                kept = (
+                    indices if mine and indices is not None else torch.empty(shape, dtype=torch.int64, device=x.device)
+                )
                 indices = self.links.broadcast(kept.contiguous(), span.stage)
             if span.norm:
                 break

@@ -23,6 +23,7 @@ from glm5.parallel.mesh import TorchRanks
 from glm5.parallel.pipeline import CHANNELS, Pipeline, StageLinks
 from glm5.parallel.zero import shard_parameters
 
+K = TypeVar("K")
 P = TypeVar("P")
 T = TypeVar("T")
 
@@ -68,7 +69,7 @@ class PipelineRanks(TorchRanks):
             parameter.requires_grad_(trainable(name))
         shard_parameters(model, self._everyone, self._grid["dp"], self.device)
         if hasattr(model.model, "embed_tokens") and not any(span.embeds for span in own):
-            model.model.embed_tokens.weight.tied_copy = True  # type: ignore[assignment]
+            model.model.embed_tokens.weight.tied_copy = True  # type: ignore[attr-defined]
         if source is not None:
             self.together(lambda: fill_shards(model, source), patient=True)
         learns = any(trainable(name) for name in names if INDEXER not in name)
@@ -90,6 +91,6 @@ class PipelineRanks(TorchRanks):
     def main_copy(self, model: GLM5ForCausalLM) -> GLM5ForCausalLM:
         raise ConfigError("A model in pipeline stages cannot generate on one rank; run this with parallel.pp = 1.")
 
-    def union(self, named: dict[str, T]) -> dict[str, T]:
+    def union(self, named: dict[K, T]) -> dict[K, T]:
         """See `Ranks`."""
         return {name: value for part in self.gather(named) for name, value in part.items()}

@@ -21,6 +21,7 @@ from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.model.hf_weights import write_checkpoint
 from glm5.model.pipeline_stage import StagePass
 
+K = TypeVar("K")
 P = TypeVar("P")
 T = TypeVar("T")
 
@@ -125,7 +126,7 @@ class Ranks:
             losses.append(loss.detach())
         return losses
 
-    def union(self, named: dict[str, T]) -> dict[str, T]:
+    def union(self, named: dict[K, T]) -> dict[K, T]:
         """The entries of all pipeline stages, by name."""
         return named
 

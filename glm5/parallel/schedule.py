@@ -4,8 +4,8 @@ Interleaved 1F1B (one forward, one backward): micro-batches run in rounds of `pp
 its first stage, then through its next one, and so on. With one stage per rank it is 1F1B. Idle share of a step with m
 micro-batches and v stages per rank, if all stages cost the same: (pp - 1) / (m v + pp - 1).
 
-With deferred weight gradients, the backward of a micro-batch in a stage is two actions: "I" passes the gradient on to the
-stage before, "W" computes the weight gradients that "I" has left. W fills time in which a rank would wait.
+With deferred weight gradients, the backward of a micro-batch in a stage is two actions: "I" passes the gradient on to
+the stage before, "W" computes the weight gradients that "I" has left. W fills time in which a rank would wait.
 
 "R" sums the gradients of a stage over its ranks. It follows each run of micro-batches of one stage, so the gradients of
 at most two stages are whole at any time (see `glm5.parallel.zero`).
@@ -54,14 +54,14 @@ def make_schedule(pp: int, chunks: int, micros: int, deferred: int = 0) -> Sched
 
 
 def _units(pp: int, chunks: int, micros: int) -> list[tuple[int, int]]:
-    """(stage of the rank, micro-batch) in the order of forward passes, in whole rounds: the last one may have numbers of
-    micro-batches that do not exist. A schedule from which micro-batches are left out is still one that can end."""
+    """(stage of the rank, micro-batch) in the order of forward passes, in whole rounds: the last one may have numbers
+    of micro-batches that do not exist. A schedule from which micro-batches are left out is still one that can end."""
     starts = range(0, micros, pp)
     return [(chunk, m) for start in starts for chunk in range(chunks) for m in range(start, start + pp)]
 
 
 def _deferred(plan: Sequence[Action], most: int) -> list[Action]:
-    """Backward in two parts. A W runs if more than `most` would wait; after the last forward, one runs after every I."""
+    """Backward in two parts. A W runs if more than `most` would wait; after the last forward, one after every I."""
     last_forward = max(i for i, action in enumerate(plan) if action.kind == "F")
     found: list[Action] = []
     waiting: list[Action] = []
@@ -82,8 +82,8 @@ def _with_sums(plan: Sequence[Action]) -> list[Action]:
     stage: int | None = None
     for action in plan:
         if action.kind != "F":
-            if stage not in (None, action.stage):
-                found.append(Action("R", stage, -1))  # type: ignore[arg-type]
+            if stage is not None and stage != action.stage:
+                found.append(Action("R", stage, -1))
             stage = action.stage
         found.append(action)
     return found if stage is None else [*found, Action("R", stage, -1)]
@@ -124,9 +124,10 @@ def _needs(action: Action, stages: int) -> list[tuple[Action, ...]]:
         return [(Action("I", stage, micro),)]
     if kind == "R":
         return []
-    own = [(Action("F", stage, micro),)]
-    after = [(Action("B", stage + 1, micro), Action("I", stage + 1, micro))] if stage + 1 < stages else []
-    return own + after
+    found: list[tuple[Action, ...]] = [(Action("F", stage, micro),)]
+    if stage + 1 < stages:
+        found.append((Action("B", stage + 1, micro), Action("I", stage + 1, micro)))
+    return found
 
 
 def idle_share(times: Sequence[Sequence[tuple[float, float]]]) -> float:

@@ -23,15 +23,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from glm5.optim.distributed import local
 from glm5.parallel.fsdp import parameter_slots
 
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its name up to torch 2.12
+_reduce_scatter = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)  # its name up to torch 2.12
 
 
 def shard_parameters(model: nn.Module, everyone: DeviceMesh, same_experts: DeviceMesh, device: torch.device) -> None:
     """Replace every parameter by a DTensor with rows divided over `everyone`, expert stacks over `same_experts`; all
     ranks must have the same values. Tensors on the meta device get uninitialised memory."""
-    for module, key, name in list(parameter_slots(model)):
+    for module, key, _ in list(parameter_slots(model)):
         tensor = getattr(module, key)
         if not isinstance(tensor, nn.Parameter):
             setattr(module, key, _placed(tensor, device))
@@ -40,9 +43,7 @@ def shard_parameters(model: nn.Module, everyone: DeviceMesh, same_experts: Devic
         rows, each = tensor.shape[0], -(-tensor.shape[0] // mesh.size())
         first = min(mesh.get_local_rank() * each, rows)
         own = _placed(tensor.detach()[first : min(first + each, rows)], device)
-        whole = DTensor.from_local(
-            own, mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=tensor.stride()
-        )
+        whole = DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=tensor.stride())
         parameter = nn.Parameter(whole, requires_grad=tensor.requires_grad)
         parameter.__dict__.update(tensor.__dict__)
         setattr(module, key, parameter)
@@ -55,7 +56,8 @@ def _placed(tensor: Tensor, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a parameter's gradient is in a buffer: `size` elements from `start`, padded to `ranks` equal runs of rows."""
+    """Where a parameter's gradient is in a buffer: `size` elements from `start`, padded so that all ranks have equal
+    runs of rows."""
 
     parameter: Any
     start: int
@@ -175,7 +177,7 @@ class StageGradients:
         """Bytes of buffers and shards, once the shards of the stage are there."""
         some: Any = next(iter(self._parameters.values()))
         names = self._shards.keys() | self._places[chunk].keys()
-        own = sum(self._parameters[name].to_local().numel() for name in names)  # type: ignore[operator]
+        own = sum(local(self._parameters[name]).numel() for name in names)
         size = self._made * max(map(self._length, range(len(self._places))))
         self.peak_bytes = max(self.peak_bytes, (own + size) * some.element_size())
 

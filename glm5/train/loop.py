@@ -293,7 +293,7 @@ class Trainer:
             return loss
 
         losses = self.ranks.accumulate(self.model, parts, work)
-        for layer in sorted(self.ranks.union(dict.fromkeys(loads))):
+        for layer in sorted(self.ranks.union(dict.fromkeys(loads, True))):
             own = loads.get(layer)
             loads[layer] = self.ranks.sum(torch.zeros(experts, device=losses[0].device) if own is None else own)
         return losses, metrics, loads

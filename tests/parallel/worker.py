@@ -132,7 +132,7 @@ def gradients(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     loads_of = {str(layer): load.tolist() for layer, load in loads.items()}
     whole = whole_gradients(trainer.model, ranks)
     return {
-        "loss": sum(ranks.gather(sum(map(float, losses)))),
+        "loss": sum(ranks.gather(sum(map(float, losses)))) * ranks.data_ranks[1] / ranks.world,
         "gradients": whole,
         "loads": loads_of,
         "reductions": reductions.count,
@@ -157,13 +157,13 @@ def whole_gradients(model: GLM5ForCausalLM, ranks: Ranks) -> dict[str, Any]:
         held[name] = None if parameter.grad is None else (region, local(parameter.grad).tolist())
     parts = ranks.gather(held)  # at once: a gather for each tensor takes longer than the step
     whole: dict[str, Any] = {}
-    for name in held:
-        if parts[0][name] is None:
-            assert [part[name] for part in parts] == [None] * ranks.world
+    for name in sorted(set().union(*parts)):
+        of_name = [part[name] for part in parts if name in part]  # pipeline stages have different parameters
+        if of_name[0] is None:
+            assert of_name == [None] * len(of_name)
             continue
-        full = torch.full(parts[0][name][0].shape, float("nan"), dtype=torch.float64)
-        for part in parts:
-            region, values = part[name]
+        full = torch.full(of_name[0][0].shape, float("nan"), dtype=torch.float64)
+        for region, values in of_name:
             where = tuple(slice(o, o + s) for o, s in zip(region.offsets, region.sizes, strict=True))
             full[where] = torch.tensor(values, dtype=torch.float64).view(region.sizes)
         whole[name] = full.tolist()
