@@ -111,6 +111,7 @@ class Pipeline:
         for module in model.modules() if deferred else ():
             if isinstance(module, Linear | Experts):
                 module.weight_queue = self._queue
+        self.computing = False
         self.trace: list[tuple[Action, float, float, float]] | None = None
         self._passes: dict[tuple[int, int], tuple[StagePass, Tensor]] = {}
 
@@ -122,6 +123,7 @@ class Pipeline:
         if not torch.is_grad_enabled():
             plan = tuple(action for action in plan if action.kind == "F")
         losses = torch.zeros(len(parts), device=self.model.device)
+        self.computing = True
         try:
             with self.gradients.gathered():
                 for action in plan:
@@ -129,6 +131,7 @@ class Pipeline:
                 self.links.flush()
                 self.gradients.finish()
         finally:
+            self.computing = False
             self._passes.clear()
             self._queue.clear()
             self.gradients.drop()

@@ -83,9 +83,10 @@ class PipelineRanks(TorchRanks):
         return found
 
     def run(self, function: Callable[..., T], model: GLM5ForCausalLM, *args: Any) -> T:
-        if torch.is_grad_enabled() or model.model.relay is not None:  # inside `accumulate`
+        pipeline: Pipeline = getattr(model, RUN)
+        if pipeline.computing:
             return function(model, *args)
-        with getattr(model, RUN).relayed():
+        with pipeline.relayed():
             return function(model, *args)
 
     def main_copy(self, model: GLM5ForCausalLM) -> GLM5ForCausalLM:

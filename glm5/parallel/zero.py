@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from glm5.optim.distributed import local
 from glm5.parallel.fsdp import parameter_slots
 
 _reduce_scatter = (
@@ -67,10 +66,7 @@ class _Place:
 class StageGradients:
     """Gradients of a rank's stages. `chunks`: the names of each stage's trained parameters; one that several stages use
     is in each. Inside of `gathered`, the model computes with whole weights. `select` says whose gradients come,
-    `reduce` that a stage's are complete for now, and `finish` gives every parameter its rows as `grad`.
-
-    `peak_bytes` is the most that buffers and shards took.
-    """
+    `reduce` that a stage's are complete for now, and `finish` gives every parameter its rows as `grad`."""
 
     def __init__(self, model: nn.Module, chunks: Sequence[Sequence[str]], dtype: torch.dtype) -> None:
         self._model, self._dtype = model, dtype
@@ -83,7 +79,6 @@ class StageGradients:
         self._shards: dict[str, Tensor] = {}
         self._touched: set[str] = set()
         self._names: dict[int, str] = {}
-        self.peak_bytes = 0
 
     def _layout(self, names: Sequence[str]) -> dict[str, _Place]:
         found: dict[str, _Place] = {}
@@ -171,15 +166,6 @@ class StageGradients:
                 own = whole.chunk(group.size())[group.rank()]
                 works.append(_reduce_scatter(own, whole, group=group, async_op=True))
         self._closing = chunk, buffer, works
-        self._count(chunk)
-
-    def _count(self, chunk: int) -> None:
-        """Bytes of buffers and shards, once the shards of the stage are there."""
-        some: Any = next(iter(self._parameters.values()))
-        names = self._shards.keys() | self._places[chunk].keys()
-        own = sum(local(self._parameters[name]).numel() for name in names)
-        size = self._made * max(map(self._length, range(len(self._places))))
-        self.peak_bytes = max(self.peak_bytes, (own + size) * some.element_size())
 
     @torch.no_grad()
     def _settle(self) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks._alive import Alive
 from glm5.config.optim import OptimConfig
 from glm5.config.parallel import Layout
 from glm5.config.recipe import GradientStage
@@ -27,11 +28,15 @@ from glm5.data.packing import Batch, StepBatches
 from glm5.model.compiled_layer import CompiledLayer
 from glm5.model.context import ForwardContext
 from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.model.pipeline_stage import stage_modules
 from glm5.obs.metrics import NullMetrics
 from glm5.optim.distributed import local
+from glm5.parallel.fsdp import RUN
 from glm5.parallel.mesh import TorchRanks
+from glm5.parallel.pipeline import Pipeline
 from glm5.parallel.pipeline_ranks import PipelineRanks
 from glm5.parallel.ranks import Ranks, ranks_from_environment
+from glm5.parallel.zero import StageGradients
 from glm5.train.loop import StageIO, Trainer, train
 from glm5.train.losses import IndexerLoss, hidden_states, language_loss
 from glm5.train.router_balance import balance_loss
@@ -249,6 +254,50 @@ def fail(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     return {}
 
 
+def spoilt(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
+    """The metrics of a step in which a module of the third layer gives infinity."""
+    model = ranks.load(Path(task["start"]))
+    Path(task["out"]).mkdir(parents=True, exist_ok=True)
+    io = StageIO("stage", Path(task["out"]), NullMetrics(), lambda n, numbers: None, ranks)
+    trainer = Trainer(model, stage(**task["options"]), io, Watch(), lambda name: True, 0.0)
+    for name, module in trainer.model.named_modules():
+        if name == "model.layers.2.mlp":
+            module.register_forward_hook(lambda module, args, out: out + float("inf"))
+    return {"numbers": trainer.step(0, batch_at(0))}
+
+
+class GradientBytes(Alive):
+    """Counts the storages that `StageGradients` makes for gradients; not whole weights, nor the gradient of the one
+    weight that autograd has just computed."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        frame: Any = sys._getframe(1)
+        while frame is not None:
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, StageGradients) and frame.f_code.co_name in ("select", "reduce", "_settle", "finish"):
+                return super().__torch_dispatch__(func, types, args, kwargs)
+            frame = frame.f_back
+        return func(*args, **(kwargs or {}))
+
+
+def gradient_bytes(task: dict[str, Any], ranks: Ranks) -> list[dict[str, float]]:
+    """Of every rank: the most bytes of gradients in a step, and what the formula says."""
+    model = ranks.load(Path(task["start"]))
+    io = StageIO("stage", Path(task["out"]), NullMetrics(), lambda n, numbers: None, ranks)
+    trainer = Trainer(model, stage(**task["options"]), io, Watch(), lambda name: True, 0.0)
+    batch = batch_at(0)
+    with GradientBytes() as alive:
+        trainer._accumulate(trainer._parts(batch, batch.counts()), False)
+    pipeline: Pipeline = getattr(model, RUN)
+    named = dict(model.named_parameters())
+    sizes = [
+        sum(p.numel() for n, p in named.items() for name, _ in stage_modules(model, span) if n.startswith(f"{name}."))
+        for span in pipeline.own
+    ]
+    formula = 4 * (sum(sizes) / ranks.data_ranks[1] + 2 * max(sizes))
+    return ranks.gather({"peak": float(alive.peak), "formula": formula, "stages": float(len(sizes))})
+
+
 def refuse(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """What every rank says when one of them cannot save, and what is on disk then."""
     from glm5.errors import Glm5Error
@@ -437,7 +486,7 @@ def live(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
 
 TASKS = {
     "follow": follow, "gradients": gradients, "run": run, "fail": fail, "refuse": refuse, "policy": policy,
-    "live": live, "sft_rows": sft_rows,
+    "live": live, "sft_rows": sft_rows, "spoilt": spoilt, "gradient_bytes": gradient_bytes,
 }  # fmt: skip
 
 
