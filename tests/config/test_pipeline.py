@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given
@@ -35,7 +35,7 @@ def test_no_division_has_less_work_on_its_busiest_stage(layers: int, stages: int
             divide(config, stages)
         return
     cuts = ([0, *inner, len(work)] for inner in combinations(range(1, len(work)), stages - 1))
-    best = min(max(sum(work[a:b]) for a, b in zip(cut, cut[1:])) for cut in cuts)
+    best = min(max(sum(work[a:b]) for a, b in pairwise(cut)) for cut in cuts)
     spans = divide(config, stages)
     own = [
         sum(work[i] for i in span.layers) + (work[layers] if span.mtp else 0) + (work[-1] if span.head else 0)
@@ -52,12 +52,16 @@ def test_layers_of_the_layout_win() -> None:
     assert counts(divide(config, 2, (4, 0))) == [4, 0] and divide(config, 2, (4, 0))[0].mtp
     assert divide(config, 2, (3, 1))[1].mtp
     apart = divide(config, 3, (4, 0, 0))
-    assert [(span.norm, span.mtp, span.head) for span in apart] == [(False,) * 3, (True, True, False), (False, False, True)]
+    assert [(span.norm, span.mtp, span.head) for span in apart] == [
+        (False,) * 3,
+        (True, True, False),
+        (False, False, True),
+    ]
 
 
 @pytest.mark.parametrize("layers", [(4,), (2, 3), (5, -1), (0, 4)])
 def test_layers_that_do_not_fit_are_refused(layers: tuple[int, ...]) -> None:
-    with pytest.raises(ConfigError, match="parallel.pp_layers"):
+    with pytest.raises(ConfigError, match=r"parallel\.pp_layers"):
         divide(GLM5Config.preset("nano"), 2, layers)
 
 

@@ -1,4 +1,4 @@
-"""Pipeline stages compute what one process does: losses, gradients, states on disk, gradient memory, and a common end."""
+"""Pipeline stages compute what one process does: losses, gradients, states on disk, gradient bytes, a common end."""
 
 from __future__ import annotations
 

@@ -268,13 +268,13 @@ def spoilt(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
 
 class GradientBytes(Alive):
     """Counts the storages that `StageGradients` makes for gradients; not whole weights, nor the gradient of the one
-    weight that autograd has just computed."""
+    weight that autograd has just computed, nor what gloo copies within a sum (NCCL sums in place)."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         frame: Any = sys._getframe(1)
         while frame is not None:
             owner = frame.f_locals.get("self")
-            if isinstance(owner, StageGradients) and frame.f_code.co_name in ("select", "reduce", "_settle", "finish"):
+            if isinstance(owner, StageGradients) and frame.f_code.co_name in ("select", "_settle", "finish"):
                 return super().__torch_dispatch__(func, types, args, kwargs)
             frame = frame.f_back
         return func(*args, **(kwargs or {}))
