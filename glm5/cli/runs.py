@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+from collections import deque
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -241,6 +243,24 @@ def report(run: Annotated[Path, typer.Argument(help="A run folder, or the log of
     from glm5.report import build_report
 
     typer.echo(f"Report: {build_report(run)}")
+
+
+@app.command()
+def logs(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    rank: Annotated[int | None, typer.Option("--rank", min=0, help="Of this rank only.")] = None,
+    level: Annotated[str, typer.Option("--level", help="debug, info, warning or error, and what is worse.")] = "info",
+    last: Annotated[int | None, typer.Option("--last", min=1, help="Only so many records, the latest.")] = None,
+) -> None:
+    """Show the logs of all ranks of a run as one, in the order of time."""
+    from glm5.obs.log_view import records
+
+    number = logging.getLevelNamesMapping().get(level.upper())
+    if not number:
+        raise UsageError(f"--level {level} is none of debug, info, warning and error.")
+    found = records(run, rank, number)
+    for record in found if last is None else deque(found, last):
+        typer.echo(record)
 
 
 def _results(run: Path) -> dict[str, Any]:

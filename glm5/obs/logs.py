@@ -1,7 +1,8 @@
 """Logs by rank: rank 0 logs normally, the other ranks only warnings and errors.
 
 The rank comes from the environment variable RANK, which torchrun and our own launchers set. Logs go to stderr, because
-`--json` owns stdout, and to the run's `log.txt` if `setup_logging` gets its path.
+`--json` owns stdout, and to the run's `log.txt` (of other ranks: `log-rankR.txt`) if `setup_logging` gets its path.
+`glm5 logs RUN` shows the files as one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
+
+from glm5.obs.log_view import rank_file
 
 _ROOT = "glm5"
 _OURS = "_glm5_handler"
@@ -33,7 +36,8 @@ def get_logger(name: str = _ROOT) -> logging.Logger:
 def setup_logging(
     level: int = logging.INFO, file: Path | None = None, stderr: int | None = None, mark: str = ""
 ) -> None:
-    """Send logs to stderr and, on rank 0, to `file` (appended, folder made). A second call replaces the first.
+    """Send logs to stderr and to `file` (appended, folder made), other ranks to one beside it (see `rank_file`). A
+    second call replaces the first.
 
     stderr gets levels from `stderr` on (None: like the file), with `mark` before every line. Other ranks log from
     WARNING on, with their rank first.
@@ -46,9 +50,10 @@ def setup_logging(
     speaker = _StderrHandler()
     speaker.setLevel(level if stderr is None else stderr)
     _install(logger, speaker, _Marked(mark if main else f"[rank {rank()}] "))
-    if file is not None and main:
+    if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        handler = _FileHandler(file, encoding="utf-8", errors="backslashreplace")
+        path = rank_file(file, rank())
+        handler = _FileHandler(path, encoding="utf-8", errors="backslashreplace", delay=not main)
         _install(logger, handler, logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -21,8 +24,8 @@ from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.model.hf_weights import verify_checkpoint
 from glm5.parallel.expert import divide_experts
 from glm5.parallel.fsdp import RUN, export_shards, fill_shards, local_slice, shard_model, unshard_model
+from glm5.parallel.lifeline import Lifeline, LostRankError
 from glm5.parallel.ranks import Ranks, ShardSlice, check_layout
-from glm5.parallel.waiting import lost_ranks
 
 T = TypeVar("T")
 
@@ -51,6 +54,11 @@ class TorchRanks(Ranks):
         stages = torch.arange(self.world).view(layout.pp, -1)  # of one pipeline stage unless there are more
         self._everyone = DeviceMesh(kind, stages, mesh_dim_names=("pp", "all"))["all"]
         self._grid = DeviceMesh(kind, stages.view(layout.pp, -1, layout.ep), mesh_dim_names=("pp", "dp", "ep"))
+        master = os.environ.get("MASTER_ADDR", "localhost")
+        # Of a group that the program around has made, the program has to know how it ends.
+        self._lifeline = (
+            Lifeline(self.rank, self.world, master, lambda value: self.gather(value)[0]) if self._joined else None
+        )
 
     @property
     def _experts(self) -> dist.ProcessGroup | None:
@@ -120,5 +128,40 @@ class TorchRanks(Ranks):
         return other
 
     def close(self) -> None:
+        if self._lifeline is not None:
+            self._lifeline.close()
         if self._joined:
             dist.destroy_process_group()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Tell the other ranks that this one ends with an error. If it is only that a collective failed, say which rank
+        has ended."""
+        lost = None
+        if self._lifeline is not None and error is not None and not isinstance(error, KeyboardInterrupt):
+            if cut := _of_collectives(error):
+                self._lifeline.report_cut()
+                lost = self._lifeline.explain()
+            self._lifeline.close(error, cut)
+        self.close()
+        if lost is not None:
+            raise LostRankError(f"{lost} The same command goes on from the last saved state.") from error
+
+
+def _of_collectives(error: BaseException) -> bool:
+    """Whether an error comes from communication between ranks. Gloo's are plain RuntimeErrors."""
+    return isinstance(error, LostRankError | dist.DistError) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "Gloo", "NCCL", "HCCL"))
+    )
+
+
+@contextmanager
+def lost_ranks() -> Iterator[None]:
+    """Say in a sentence that another rank has ended, or did not come in time."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise LostRankError(
+            f"Another rank of this job has ended, or takes too long; its own message says more. ({error!s:.120})"
+        ) from error

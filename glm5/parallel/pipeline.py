@@ -21,8 +21,8 @@ from glm5.model.moe import Experts
 from glm5.model.pipeline_stage import StagePass, run_layers, stage_modules
 from glm5.ops.deferred import WeightQueue
 from glm5.optim.distributed import local
+from glm5.parallel.mesh import lost_ranks
 from glm5.parallel.schedule import Action, make_schedule
-from glm5.parallel.waiting import lost_ranks
 from glm5.parallel.zero import StageGradients
 
 P = TypeVar("P")

@@ -316,4 +316,6 @@ def training_tiles(run: Run) -> list[tuple[str, str, str]]:
                 break
     if skipped := sum(len(stage.skipped) for stage in stages):
         tiles.append(("skipped steps", f"{skipped:,}", "not finite"))
+    if jumps := sum(len(stage.get("loss_spike")) for stage in stages):
+        tiles.append(("loss spikes", f"{jumps:,}", "see the log"))
     return tiles

@@ -38,6 +38,7 @@ from glm5.train.nonfinite import bad_gradient, bad_module, bad_weight, first_nam
 from glm5.train.precision import LowPrecisionCopy, tf32
 from glm5.train.prefetch import Prefetch
 from glm5.train.router_balance import expert_loads, update_router_bias
+from glm5.train.step_health import StepHealth, find_slow_devices
 from glm5.train.step_metrics import StepMetrics
 from glm5.train.stop import StopSignals
 from glm5.train.watchdog import Watchdog
@@ -46,7 +47,14 @@ __all__ = ["MAX_SKIPPED", "TIMES", "StageIO", "Trainer", "build_optimizer", "cli
 
 MAX_SKIPPED = 10
 
-TIMES = ("step_seconds", "optimizer_seconds", "tokens_per_second", "stage_seconds")
+TIMES = (
+    "step_seconds",
+    "optimizer_seconds",
+    "tokens_per_second",
+    "stage_seconds",
+    "slowest_rank",
+    "slowest_rank_ratio",
+)
 """Step metrics that differ between two runs of one recipe."""
 
 _log = get_logger(__name__)
@@ -169,6 +177,8 @@ class Trainer:
         self.optimizer.watch_updates = True
         compile_layers(self._computing, stage.compile)
         self.offloads = stage.offload and has_device_memory(self.model)
+        self.health = StepHealth(io.name, self.ranks)
+        find_slow_devices(io.name, self.ranks, dtype)
         self.skipped, self.tokens_seen, self.seconds = 0, 0, 0.0
         self._began = time.perf_counter()
         self.last: dict[str, float] = {}
@@ -183,6 +193,7 @@ class Trainer:
         done, extra = load_state(self.state, self.model, self.optimizer, ranks=self.ranks) or (0, {})
         self.skipped, self.last = int(extra.get("skipped", 0)), dict(extra.get("numbers", {}))
         self.tokens_seen, self.seconds = int(extra.get("tokens_seen", 0)), float(extra.get("seconds", 0.0))
+        self.health.recent.extend(map(float, extra.get("recent_losses", [])))
         self.optimizer.watch_updates = done == 0
         return done
 
@@ -195,6 +206,7 @@ class Trainer:
             "numbers": self.last,
             "tokens_seen": self.tokens_seen,
             "seconds": self._elapsed(),
+            "recent_losses": list(self.health.recent),
         }
         self.saver.save(self.model, self.optimizer, step, extra)
 
@@ -214,7 +226,7 @@ class Trainer:
             return self._step(step, batch)
 
     def _step(self, step: int, batch: Batch) -> dict[str, float]:
-        began = time.perf_counter()
+        began, used = time.perf_counter(), time.process_time()
         config = self.config
         rate = scheduled_rate(config, step)
         begin_step(self.optimizer, rate)
@@ -226,7 +238,8 @@ class Trainer:
         found, norm, shares, metrics.values = on_host((found, self._clip(), loads, metrics.values))
         losses, norms = [float(loss) for loss in found], {name: float(value) for name, value in norm.items()}
         computed = time.perf_counter()
-        numbers = StepMetrics().merge(self.ranks.gather(metrics.plain())).numbers()
+        found_by_rank, busy = zip(*self.ranks.gather((metrics.plain(), time.process_time() - used)))
+        numbers = StepMetrics().merge(found_by_rank).numbers()
         numbers |= _load_numbers(shares, monitored) | {"lr": rate} | norms
         self.tokens_seen += counts.tokens
         bad = not all(map(math.isfinite, losses)), not all(map(math.isfinite, norms.values()))
@@ -240,6 +253,11 @@ class Trainer:
             update_router_bias(self.model, loads, by_tokens(self.bias_rate, batch.before))
             if watched:
                 self._show_updates()
+        # Waiting for an accelerator or its library may keep a processor busy, so that says nothing there.
+        well = None if skipping else numbers.get("loss")
+        numbers |= self.health.note(
+            step + 1, well, max(norms.values()), busy if self.ranks.device.type == "cpu" else ()
+        )
         counters = {"skipped": float(self.skipped), "tokens_seen": float(self.tokens_seen)}
         numbers |= counters
         self.last = self.last | counters if skipping else numbers

@@ -1,4 +1,4 @@
-"""Pipeline schedules: complete, without deadlock, one order for sender and receiver, and as idle as the formula says."""
+"""Pipeline schedules: complete, without deadlock, one order for sender and receiver, idle as the formula says."""
 
 from __future__ import annotations
 

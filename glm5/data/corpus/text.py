@@ -138,7 +138,7 @@ def _html(raw: bytes) -> Extracted | str:
     from resiliparse.parse.encoding import bytes_to_str, detect_encoding
     from resiliparse.parse.html import HTMLTree
 
-    page = bytes_to_str(raw, detect_encoding(raw))
+    page = bytes_to_str(raw, detect_encoding(raw) or "utf-8")
     tree = HTMLTree.parse(page)
     text = extract_plain_text(tree, main_content=True, alt_texts=False, preserve_formatting=True)
     return Extracted(text, tree.title or "")
