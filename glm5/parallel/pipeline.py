@@ -20,7 +20,6 @@ from glm5.model.layers import Linear
 from glm5.model.moe import Experts
 from glm5.model.pipeline_stage import StagePass, run_layers, stage_modules
 from glm5.ops.deferred import WeightQueue
-from glm5.optim.distributed import local
 from glm5.parallel.mesh import lost_ranks
 from glm5.parallel.schedule import Action, make_schedule
 from glm5.parallel.zero import StageGradients
@@ -196,7 +195,7 @@ class Pipeline:
         if parameter.grad is None:  # MTP had no part in this step
             parameter.grad = torch.zeros_like(parameter)
         (other,) = holders - {self.links.index}
-        own = local(parameter.grad)
+        own: Tensor = parameter.grad.to_local()
         self.links.send(own.clone(), other)
         own.add_(self.links.receive(other, tuple(own.shape), own.dtype))
         self.links.flush()
