@@ -272,9 +272,9 @@ class GradientBytes(Alive):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         frame: Any = sys._getframe(1)
-        while frame is not None:
-            owner = frame.f_locals.get("self")
-            if isinstance(owner, StageGradients) and frame.f_code.co_name in ("select", "_settle", "finish"):
+        while frame is not None and func._schema.name in ("aten::empty", "aten::clone", "aten::zeros"):
+            owner, act = frame.f_locals.get("self"), frame.f_code.co_name
+            if isinstance(owner, StageGradients) and act in ("select", "_settle", "finish"):
                 return super().__torch_dispatch__(func, types, args, kwargs)
             frame = frame.f_back
         return func(*args, **(kwargs or {}))
