@@ -59,7 +59,7 @@ def work(told: argparse.Namespace) -> None:
     found: dict[str, Any] = {}
     with ranks_from_environment(Layout()) as job:
         for name, (chunks, deferred) in VARIANTS.items():
-            even = (told.layers // (told.ranks * chunks),) * (told.ranks * chunks)
+            even = [told.layers // (told.ranks * chunks)] * (told.ranks * chunks)
             layout = Layout(pp=told.ranks, pp_stages_per_rank=chunks, pp_layers=even, pp_deferred=deferred)
             ranks = PipelineRanks(layout)
             io = StageIO("stage", Path(told.folder), NullMetrics(), lambda steps, numbers: None, ranks)

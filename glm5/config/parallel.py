@@ -26,7 +26,7 @@ class Layout(Frozen):
     pp_stages_per_rank: int = Field(1, ge=1)
     """Stages that every process has (interleaving): with v of them there are `pp` x v stages, and the i-th group of
     processes has stages i, i + `pp`, i + 2 `pp`, … The waits at both ends of a step are v times as short."""
-    pp_layers: tuple[int, ...] = ()
+    pp_layers: list[int] = []
     """Number of layers of every stage, `pp` x `pp_stages_per_rank` numbers. 0 for the last stage leaves it the output
     head alone; the MTP layer is then on the stage before it (§2.4). Empty: divided by the work per token."""
     pp_deferred: int = Field(0, ge=0)
