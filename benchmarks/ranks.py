@@ -114,21 +114,21 @@ def work(told: argparse.Namespace) -> None:
         Path(told.folder, "result.json").write_text(json.dumps({"ranks": every, "parameters": parameters}))
 
 
-def run(world: int, told: argparse.Namespace) -> list[dict[str, Any]]:
-    """What every rank of a job says."""
+def run(world: int, script: str = __file__) -> list[Any]:
+    """What every rank of a job says: a script with the arguments of this process."""
     with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
         probe.close()
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world), "GLOO_SOCKET_IFNAME": "lo"}
-        argv = [sys.executable, __file__, *sys.argv[1:], "--folder", folder]
+        argv = [sys.executable, script, *sys.argv[1:], "--folder", folder]
         if world == 1:
             argv += ["--ep", "1"]
         env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **shared}
         ranks = [subprocess.Popen(argv, env=env | {"RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(world)]
         if sum(rank.wait() != 0 for rank in ranks):
             raise SystemExit("a rank failed")
-        found: list[dict[str, Any]] = json.loads(Path(folder, "result.json").read_text())["ranks"]
+        found: list[Any] = json.loads(Path(folder, "result.json").read_text())["ranks"]
         return found
 
 
@@ -137,7 +137,7 @@ def main() -> None:
     if told.folder:
         work(told)
         return
-    one, several = run(1, told), run(told.ranks, told)
+    one, several = run(1), run(told.ranks)
     if told.times:
         result = {
             name: {

@@ -15,7 +15,8 @@ DEVICES_PATTERN = r"^[a-z]+(:\d{1,4})?(, ?[a-z]+(:\d{1,4})?)*$"
 class Layout(Frozen):
     """Every process computes different rows (data parallel) and holds a shard of every parameter. `ep` neighbouring
     processes divide the routed experts among them; the number of processes must be a multiple of `ep`. `cp` neighbours
-    compute the same rows, each a part of the tokens (context parallel).
+    compute the same rows, each a part of the tokens (context parallel). With `pp`, each process computes some of the
+    layers, and all this holds for the processes of each stage.
 
     A run may resume under another layout: states on disk do not depend on it.
     """
@@ -29,6 +30,19 @@ class Layout(Frozen):
     """How `cp` divides tokens. "workload": evenly by work; a long document is cut over as many processes as needed, a
     short one stays on one. "zigzag": every row is cut into 2 cp chunks, of which each process takes an early and a late
     one."""
+    pp: int = Field(1, ge=1)
+    """Pipeline stages by which the layers are divided. Ranks are numbered stage by stage: with N processes, the first
+    N / `pp` have the first stage. Processes of different stages with the same place in it compute the same rows."""
+    pp_stages_per_rank: int = Field(1, ge=1)
+    """Stages that every process has (interleaving): with v of them there are `pp` x v stages, and the i-th group of
+    processes has stages i, i + `pp`, i + 2 `pp`, … The waits at both ends of a step are v times as short."""
+    pp_layers: list[int] = []
+    """Number of layers of every stage, `pp` x `pp_stages_per_rank` numbers. 0 for the last stage leaves it the output
+    head alone; the MTP layer is then on the stage before it (§2.4). Empty: divided by the work per token."""
+    pp_deferred: int = Field(0, ge=0)
+    """Micro-batches per process whose weight gradients may wait until the process would otherwise be idle: backward
+    first passes on the gradients of activations (zero bubble). Until then inputs and output gradients of every linear
+    layer stay in memory."""
     device: str = Field("auto", pattern=DEVICE_PATTERN)
     """Device of training, rollouts and evaluation: "auto" (CUDA, then another accelerator, then the CPU), "cpu", or a
     device's name in torch such as "cuda:1". Several processes communicate by the device's own library (NCCL for CUDA),

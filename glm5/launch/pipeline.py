@@ -22,6 +22,8 @@ from glm5 import __version__
 from glm5.chat import Tokenizer
 from glm5.config.load import dump_recipe
 from glm5.config.model import GLM5Config
+from glm5.config.parallel import Layout
+from glm5.config.pipeline import divide
 from glm5.config.recipe import FamilyConfig, GradientStage, PolicyStage, RunRecipe, Stage, TokenizerStage
 from glm5.data.shards import verify_shards
 from glm5.errors import CheckpointError, ConfigError, MissingExtraError
@@ -126,12 +128,23 @@ def _check(recipe: RunRecipe, world: int = 1) -> None:
         if recipe.launch.backend == "ray" and importlib.util.find_spec("ray") is None:
             raise MissingExtraError("ray", "ray")
     check_indexers(recipe)
-    if world > 1 or recipe.parallel.ep > 1 or recipe.parallel.cp > 1:
+    layout = recipe.parallel
+    if world > 1 or layout != Layout():
         model = GLM5Config.load(recipe.start) if recipe.start else GLM5Config.preset(recipe.preset, **recipe.model)
-        check_layout(recipe.parallel, world, model.n_routed_experts)
-        check_model(recipe.parallel, model)
+        check_layout(layout, world, model.n_routed_experts)
+        check_model(layout, model)
+        if layout.pp > 1:
+            divide(model, layout.pp * layout.pp_stages_per_rank, layout.pp_layers)
     for stage in recipe.stages:
         runner_of(stage)
+        if layout.pp > 1 and isinstance(stage, PolicyStage):
+            raise ConfigError(
+                f"{stage.name}: stages of kind {stage.kind} have no pipeline stages; set parallel.pp = 1."
+            )
+        if layout.pp > 1 and getattr(stage, "compile", False):
+            raise ConfigError(
+                f"{stage.name}: compile = true does not work with parallel.pp above 1; remove one of them."
+            )
         if stage.kind == "general" and recipe.launch is not None and recipe.launch.history == "text":
             raise ConfigError(f'{stage.name}: General RL scores whole answers, which launch.history = "text" splits.')
         if recipe.parallel.cp > 1 and isinstance(stage, PolicyStage):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from glm5.ops.indexer_kl import Look, dense_kl
 from glm5.ops.pages import Pages
 from glm5.ops.rope import rope_table
 from glm5.ops.wide import wide
+
+if TYPE_CHECKING:
+    from glm5.model.pipeline_stage import StagePass
 
 
 class RecurrentState:
@@ -127,16 +130,13 @@ class Observer(Protocol):
 
     def dense(self, layer: int, keys: AllKeys) -> None:
         """A layer attended to all keys (DSA warm-up)."""
-        ...
 
     def selected(self, layer: int, scores: Tensor, target: Tensor, valid: Tensor) -> None:
         """A layer attended to selected keys. [B, T, K] each: indexer scores with gradient, attention summed over heads
         without gradient, and a mask of the filled slots."""
-        ...
 
     def noop(self) -> Observer:
         """An observer that accepts the same calls and ignores them."""
-        ...
 
 
 @dataclass
@@ -155,8 +155,8 @@ class ForwardContext:
     a cache or on the row length. `attend_dense` keeps attention dense even with an indexer (DSA warm-up). max_logits,
     if not None, receives the largest attention logit of each head [N] by layer (softmax attention only). `recompute`:
     True saves only the inputs of each layer, and the backward pass computes the layer again; "selective" also saves
-    what is expensive to compute. `offload` moves what layers save to host memory until backward needs it.
-    """
+    what is expensive to compute. `offload` moves what layers save to host memory until backward needs it. `stage_pass`:
+    that of a pipeline stage."""
 
     positions: Tensor
     documents: Tensor | None = None
@@ -175,6 +175,7 @@ class ForwardContext:
     max_logits: dict[int, Tensor] | None = None
     recompute: bool | Literal["selective"] = False
     offload: Offload | None = None
+    stage_pass: StagePass | None = None
     _ranges: dict[int | None, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _all_keys: dict[int | None, Tensor] = field(default_factory=dict)
     _rope: dict[tuple[int, float], tuple[Tensor, Tensor]] = field(default_factory=dict)

@@ -72,9 +72,14 @@ class GLM5Model(nn.Module):
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = final_norm(config)
         self.fused_decode = FusedDecode(config, self.layers)
+        self.relay: Any = None  # `glm5.parallel.pipeline.Relay`
 
     def forward(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
-        """input_ids [B, T] -> hidden states [M, D] flat, after the final norm."""
+        """input_ids [B, T] -> hidden states [M, D] flat, after the final norm. With pipeline stages, `relay` computes
+        them on several ranks, without gradients."""
+        if self.relay is not None:
+            relayed: Tensor = self.relay.trunk(input_ids, ctx)
+            return relayed
         x = ctx.flat(self.embed_tokens(input_ids))
         fused = self.fused_decode(x, ctx)
         if fused is not None:
@@ -105,6 +110,7 @@ class GLM5ForCausalLM(nn.Module):
         self.config = config
         self.census: dict[str, int] = {}
         self.weight_source: WeightSource | None = None  # of a deferred model
+        self.staged = False  # whether other ranks have layers that this one does not (see `keep_stages`)
         self.scheme: str | None = None  # by which `quant.in_place` rounds all weights that the model gets
         self.model = GLM5Model(config)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
@@ -200,6 +206,9 @@ class GLM5ForCausalLM(nn.Module):
 
     def mtp_hidden(self, next_ids: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         """One MTP depth: next_ids [B, T] are one token ahead of `hidden` [M, D]; returns [M, D]."""
+        if self.model.relay is not None:
+            relayed: Tensor = self.model.relay.mtp_hidden(next_ids, hidden, ctx)
+            return relayed
         if self.mtp is None:
             raise ConfigError("This model has no MTP layer (num_nextn_predict_layers is 0).")
         return call(self.mtp, ctx.flat(self.model.embed_tokens(next_ids)), ctx, hidden)
@@ -217,12 +226,22 @@ class GLM5ForCausalLM(nn.Module):
         return self
 
     @property
+    def has_mtp(self) -> bool:
+        """Whether there is an MTP layer, here or in another pipeline stage."""
+        return self.mtp is not None or (self.staged and bool(self.config.num_nextn_predict_layers))
+
+    @property
     def dtype(self) -> torch.dtype:
-        return self.lm_head.weight.dtype
+        return self._weight.dtype
 
     @property
     def device(self) -> torch.device:
-        return self.lm_head.weight.device
+        return self._weight.device
+
+    @property
+    def _weight(self) -> Tensor:
+        """The output head's weight; of a pipeline stage without the head, any."""
+        return self.lm_head.weight if hasattr(self, "lm_head") else next(self.parameters())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Of `to`, `cpu` and others. On some devices torch makes new parameters; their attributes (Muon Split) stay."""

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from glm5.config.model import GLM5Config
-from glm5.ops import narrow, small_batch
+from glm5.ops import deferred, narrow, small_batch
+from glm5.ops.deferred import WeightQueue
 from glm5.ops.elementwise import rms_norm, swiglu
 from glm5.ops.integers import IntegerWeight, integer_product
 from glm5.ops.quantisers import Quantiser, fake_quantise
@@ -60,12 +61,14 @@ class Linear(nn.Linear):
     """Linear layer. With `exact=False` few rows may take the small-batch kernel (see `ForwardContext`).
 
     `activation`, if set, rounds every row of the input, `weight_form` the weight (see `model.rounding`). `integers`
-    replace the weight, which then has no memory (see `model.integer_layers`).
+    replace the weight, which then has no memory (see `model.integer_layers`). Backward leaves the weight's gradient to
+    `weight_queue`, if set.
     """
 
     activation: Quantiser | None = None
     weight_form: Quantiser | None = None
     integers: IntegerWeight | None = None
+    weight_queue: WeightQueue | None = None
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__(inputs, outputs, bias=bias)
@@ -82,6 +85,13 @@ class Linear(nn.Linear):
             x = x if self.activation is None else fake_quantise(x, self.activation)
             weight = self.weight if self.weight_form is None else fake_quantise(self.weight, self.weight_form)
             return narrow.linear(x, weight, self.bias)
+        if (
+            self.weight_queue is not None
+            and self.bias is None
+            and torch.is_grad_enabled()
+            and self.weight.requires_grad
+        ):
+            return deferred.linear(x, self.weight, self.weight_queue)
         if exact or self.bias is not None:
             return narrow.linear(x, self.weight, self.bias)
         return small_batch.linear(x, self.weight)

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from glm5.config.model import GLM5Config
 from glm5.model.context import ForwardContext
 from glm5.model.layers import MLP, declare_split
-from glm5.ops import small_batch
+from glm5.ops import deferred, small_batch
+from glm5.ops.deferred import WeightQueue
 from glm5.ops.elementwise import swiglu
 from glm5.ops.experts import combine, expert_layout, grouped_matmul, permute
 from glm5.ops.integers import IntegerWeight, integer_product
@@ -49,12 +50,14 @@ class Experts(nn.Module):
     parallelism use it; the stacks then contain the local experts only.
 
     `weight_form` rounds the matrices before they multiply (quantization-aware training), `activation` every row that
-    they read (see `model.rounding`). `integers` replace both stacks (see `model.integer_layers`).
+    they read (see `model.rounding`). `integers` replace both stacks (see `model.integer_layers`). Backward leaves the
+    gradients of plain stacks to `weight_queue`, if set.
     """
 
     weight_form: Quantiser | None = None
     activation: Quantiser | None = None
     integers: tuple[IntegerWeight, IntegerWeight] | None = None
+    weight_queue: WeightQueue | None = None
 
     def __init__(self, config: GLM5Config) -> None:
         super().__init__()
@@ -93,6 +96,10 @@ def expert_products(module: Experts, rows: Tensor, bounds: Tensor) -> Tensor:
     gate_up, down, form, activation = module.gate_up_proj, module.down_proj, module.weight_form, module.activation
     if form is not None:
         gate_up, down = fake_quantise(gate_up, form), fake_quantise(down, form)  # type: ignore[assignment]
+    queue = module.weight_queue
+    if queue is not None and form is None and activation is None and torch.is_grad_enabled() and gate_up.requires_grad:
+        inner = swiglu(deferred.grouped_matmul(rows, gate_up, bounds, queue))
+        return deferred.grouped_matmul(inner, down, bounds, queue)
     if activation is None:
         return grouped_matmul(swiglu(grouped_matmul(rows, gate_up, bounds)), down, bounds)
     inner = swiglu(grouped_matmul(fake_quantise(rows, activation), gate_up, bounds))

@@ -29,13 +29,13 @@ class _GroupedMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bounds):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(x, weight, bounds)
-        return _grouped_rows(x, weight, bounds)
+        return grouped_rows(x, weight, bounds)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         x, weight, bounds = ctx.saved_tensors
         grad = grad.contiguous()
-        return _grouped_rows(grad, weight.transpose(1, 2), bounds), _grouped_weights(grad, x, bounds), None
+        return grouped_rows(grad, weight.transpose(1, 2), bounds), grouped_weights(grad, x, bounds), None
 
 
 @operator(
@@ -43,7 +43,7 @@ class _GroupedMatmul(torch.autograd.Function):
     lambda x, weight, _: x.new_empty(x.shape[0], weight.shape[1]),
     triton="grouped_matmul.grouped_rows",
 )
-def _grouped_rows(x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
+def grouped_rows(x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
     """y[rows of e] = x[rows of e] @ weight[e]^T."""
     out = x.new_zeros(x.shape[0], weight.shape[1])
     for rows, own, experts in _tiles(x.shape[0], bounds, weight[0].numel()):
@@ -57,7 +57,7 @@ def _grouped_rows(x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
     lambda grad, x, bounds: x.new_empty(bounds.shape[0] - 1, grad.shape[1], x.shape[1]),
     triton="grouped_matmul.grouped_weights",
 )
-def _grouped_weights(grad: Tensor, x: Tensor, bounds: Tensor) -> Tensor:
+def grouped_weights(grad: Tensor, x: Tensor, bounds: Tensor) -> Tensor:
     """grad[rows of e]^T @ x[rows of e] for every expert."""
     out = x.new_zeros(bounds.shape[0] - 1, grad.shape[1], x.shape[1], dtype=wide(x.dtype))
     for rows, own, experts in _tiles(x.shape[0], bounds, out[0].numel()):

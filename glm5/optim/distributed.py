@@ -44,10 +44,11 @@ def copies(tensor: Any) -> int:
     return found
 
 
-def sum_over_ranks(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Sum over all ranks, for pairs (tensor, number from this rank's part of it); each element counts once.
+def sum_over_ranks(parts: Sequence[tuple[Tensor, Tensor]], ranks: dist.ProcessGroup | None = None) -> Tensor:
+    """Sum over all ranks, or those of a group, for pairs (tensor, number from this rank's part of it); each element
+    counts once.
 
-    Ranks of the default group have different elements of a DTensor, except with a Replicate placement. Plain tensors
+    These ranks have different elements of a DTensor, except with a Replicate placement. Plain tensors
     are the same on all ranks and count once. If any tensor is a DTensor, all ranks must call with the same tensors.
     """
     own = torch.stack([number / copies(t) if is_dtensor(t) else number for t, number in parts])
@@ -55,7 +56,7 @@ def sum_over_ranks(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         return own
     sharded = put([is_dtensor(t) for t, _ in parts], own.device)
     total = own.clone()
-    dist.all_reduce(total)
+    dist.all_reduce(total, group=ranks)
     return torch.where(sharded, total, own)
 
 

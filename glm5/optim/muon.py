@@ -65,6 +65,7 @@ class Muon(torch.optim.Optimizer):
         self.ns_dtype = ns_dtype
         self.bytes_communicated = 0
         self.watch_updates = False
+        self.group: Any = None  # the ranks that have the same parameters; None: all
         # Sum of squares of the last watched step's update over lr, per parameter and block shape.
         self.update_squares: dict[tuple[int, Shape], Tensor] = {}
         self._plans: dict[tuple[int, ...], tuple[ShardPlan, list[Exchange]]] = {}
@@ -175,7 +176,7 @@ class Muon(torch.optim.Optimizer):
         ]
         if keys:
             empty = torch.zeros((), device=keys[0][1].device)
-            sums = sum_over_ranks([(p, self.update_squares.get(key, empty)) for key, p in keys])
+            sums = sum_over_ranks([(p, self.update_squares.get(key, empty)) for key, p in keys], self.group)
             self.update_squares = {key: value for (key, _), value in zip(keys, sums)}
 
     def _adamw(self, params: list[Tensor], group: dict[str, Any]) -> None:

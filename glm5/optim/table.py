@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -54,6 +54,8 @@ def describe(optimizer: Muon) -> list[GroupRow]:
     for group in optimizer.param_groups:
         names = group.get("names") or [f"parameter {i}" for i in range(len(group["params"]))]
         for name, parameter in zip(names, group["params"], strict=True):
+            if hasattr(parameter, "tied_copy"):  # counted in the pipeline stage that owns it
+                continue
             for shape, blocks in block_shapes(parameter, name, group).items():
                 matrix = shape != (0, 0)
                 rule = "adamw" if not matrix else "muon split" if is_part(parameter, shape) else "muon"
@@ -75,6 +77,28 @@ def describe(optimizer: Muon) -> list[GroupRow]:
         )
         for key, row in rows.items()
     ]  # fmt: skip
+
+
+def merged(tables: Sequence[Sequence[GroupRow]]) -> list[GroupRow]:
+    """One table of the parameters of several pipeline stages."""
+    found: dict[tuple[Any, ...], GroupRow] = {}
+    for row in (row for rows in tables for row in rows):
+        key = (row.rule, row.kind, row.block, row.weight_decay, row.lr)
+        old = found.get(key)
+        if old is None:
+            found[key] = row
+            continue
+        sizes, values = (old.parameters, row.parameters), (old.update_rms, row.update_rms)
+        known = [(size, rms) for size, rms in zip(sizes, values) if rms is not None]
+        square = sum(size * rms**2 for size, rms in known) / sum(size for size, _ in known) if known else None
+        found[key] = replace(
+            old,
+            parameters=sum(sizes),
+            matrices=old.matrices + row.matrices,
+            blocks=old.blocks + row.blocks,
+            update_rms=None if square is None else square**0.5,
+        )
+    return list(found.values())
 
 
 def is_part(parameter: Tensor, shape: Shape) -> bool:

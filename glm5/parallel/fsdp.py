@@ -144,7 +144,9 @@ def export_shards(model: GLM5ForCausalLM, path: Path, more: Callable[[Path], Non
         def write() -> None:
             if not folder.is_dir():
                 raise CheckpointError(f"{folder} is not visible to rank {ranks.rank}; all ranks need the same storage.")
-            parts = {n: (t, at) for n, (t, at) in own_parts(model).items() if ranks.main or at.sizes != at.shape}
+            copies = {n for n, p in model.named_parameters() if hasattr(p, "tied_copy")}
+            own = {n: part for n, part in own_parts(model).items() if n not in copies}
+            parts = {n: (t, at) for n, (t, at) in own.items() if ranks.writes_whole or at.sizes != at.shape}
             with disk_errors(path):
                 write_rows(
                     folder, model.config, ((n, RowPart(t, at.offsets[0], at.shape[0])) for n, (t, at) in parts.items())
@@ -171,7 +173,7 @@ def unshard_model(
         plain = GLM5ForCausalLM(model.config)
     plain.census = dict(model.census)
     own = dict(model.named_parameters()) | dict(model.named_buffers())
-    for module, key, name in _slots(plain):
+    for module, key, name in parameter_slots(plain):
         tensor = own[name]
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
         if hasattr(tensor, "expert_part") and experts is not None:
@@ -186,7 +188,7 @@ def unshard_model(
     return plain
 
 
-def _slots(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
+def parameter_slots(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
     """(module, attribute, full name) of every parameter and buffer."""
     for prefix, module in model.named_modules():
         for key, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:

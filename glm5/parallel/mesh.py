@@ -54,9 +54,9 @@ class TorchRanks(Ranks):
         self._patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=layout.patience_seconds))
         self._background = dist.new_group(backend="gloo", timeout=timedelta(seconds=layout.patience_seconds))
         self.async_save = layout.async_save
-        numbers = torch.arange(self.world).view(-1, layout.ep)
-        self._everyone = DeviceMesh(kind, torch.arange(self.world), mesh_dim_names=("all",))
-        self._grid = DeviceMesh(kind, numbers, mesh_dim_names=("dp", "ep"))
+        stages = torch.arange(self.world).view(layout.pp, -1)  # of one pipeline stage unless there are more
+        self._everyone = DeviceMesh(kind, stages, mesh_dim_names=("pp", "all"))["all"]
+        self._grid = DeviceMesh(kind, stages.view(layout.pp, -1, layout.ep), mesh_dim_names=("pp", "dp", "ep"))
         self._context = context_group(layout, self.device) if layout.cp > 1 else None
         master = os.environ.get("MASTER_ADDR", "localhost")
         # Of a group that the program around has made, the program has to know how it ends.
@@ -125,7 +125,7 @@ class TorchRanks(Ranks):
 
     def gather(self, value: T) -> list[T]:
         found: list[Any] = [None] * self.world
-        with _lost_ranks():
+        with lost_ranks():
             dist.all_gather_object(found, value, group=self._objects)
         return found
 
@@ -134,7 +134,7 @@ class TorchRanks(Ranks):
         return tensor
 
     def wait(self) -> None:
-        with _lost_ranks():
+        with lost_ranks():
             dist.barrier(group=self._patient)
 
     def background(self) -> TorchRanks:
@@ -172,7 +172,7 @@ def _of_collectives(error: BaseException) -> bool:
 
 
 @contextmanager
-def _lost_ranks() -> Iterator[None]:
+def lost_ranks() -> Iterator[None]:
     """Say in a sentence that another rank has ended, or did not come in time."""
     try:
         yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +20,10 @@ from glm5.errors import ConfigError, Glm5Error
 from glm5.files import publish_dir
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.model.hf_weights import write_checkpoint
+from glm5.model.pipeline_stage import StagePass
 
+K = TypeVar("K")
+P = TypeVar("P")
 T = TypeVar("T")
 
 
@@ -56,8 +59,19 @@ class Ranks:
 
     @property
     def data_ranks(self) -> tuple[int, int]:
-        """(number of this rank's share of the rows, number of shares); context-parallel ranks take the same rows."""
+        """(number of this rank's share of the rows, number of shares). Ranks of a context-parallel group compute the
+        same rows, and so do those of different pipeline stages."""
         return self.rank, self.world
+
+    @property
+    def writes_whole(self) -> bool:
+        """Whether this rank writes tensors that it has whole, which others of its pipeline stage have too."""
+        return self.rank == 0
+
+    @property
+    def stage_group(self) -> Any:
+        """The process group of this rank's pipeline stage; None if all ranks have the same parameters."""
+        return None
 
     def share(self, rows: int) -> tuple[int, int]:
         """First and last (exclusive) row of a step for this rank; rows past the end of the batch are padding."""
@@ -106,6 +120,25 @@ class Ranks:
         """`function(model, *args)`; inside it, the weights of a sharded model can be used like plain ones. Whatever is
         differentiated later must be part of the result."""
         return function(model, *args)
+
+    def accumulate(
+        self, model: GLM5ForCausalLM, parts: Sequence[P], work: Callable[[P, StagePass | None], Tensor]
+    ) -> list[Tensor]:
+        """Forward and backward of the micro-batches of a step: `work` computes the loss of one. Without gradients, only
+        forward. Returns the losses. With pipeline stages, `work` gets the `StagePass` of its stage and returns that
+        stage's part of the loss; the losses returned are those of all stages."""
+        losses = []
+        for number, part in enumerate(parts, start=1):
+            loss = work(part, None)
+            if torch.is_grad_enabled():
+                self.reduce_gradients(model, last=number == len(parts))
+                loss.backward()
+            losses.append(loss.detach())
+        return losses
+
+    def union(self, named: dict[K, T]) -> dict[K, T]:
+        """The entries of all pipeline stages, by name."""
+        return named
 
     def reduce_gradients(self, model: GLM5ForCausalLM, last: bool) -> None:
         """Call before every backward of a step, with `last` for its last micro-batch: the ranks' gradients are then
@@ -176,15 +209,18 @@ def world_size() -> int:
 
 def check_layout(layout: Layout, world: int, experts: int | None = None) -> None:
     """Raises ConfigError for a layout that cannot divide `world` processes, or the experts of a layer."""
-    if world % layout.ep:
+    stage = world // layout.pp
+    for name, size, whole in (("pp", layout.pp, world), ("ep", layout.ep, stage), ("cp", layout.cp, stage)):
+        if whole % size or not whole:
+            raise ConfigError(
+                f"parallel.{name} = {size} does not divide the {whole} process{'es' if whole > 1 else ''} of "
+                f"{'this job' if name == 'pp' or layout.pp == 1 else 'a pipeline stage'}; choose a divisor, or start "
+                "another number with torchrun --nproc-per-node."
+            )
+    if layout.pp == 1 and (layout.pp_stages_per_rank > 1 or layout.pp_layers or layout.pp_deferred):
         raise ConfigError(
-            f"parallel.ep = {layout.ep} does not divide the {world} process{'es' if world > 1 else ''} of this job; "
-            "choose a divisor, or start another number with torchrun --nproc-per-node."
-        )
-    if world % layout.cp:
-        raise ConfigError(
-            f"parallel.cp = {layout.cp} does not divide the {world} process{'es' if world > 1 else ''} of this job; "
-            "choose a divisor, or start another number with torchrun --nproc-per-node."
+            "parallel.pp_stages_per_rank, pp_layers and pp_deferred are for pipeline stages; set parallel.pp above 1, "
+            "or remove them."
         )
     if experts is not None and experts % layout.ep:
         raise ConfigError(
@@ -209,6 +245,10 @@ def ranks_from_environment(layout: Layout | None = None) -> Ranks:
         ranks = Ranks(choose_device(layout.device))
         ranks.async_save = layout.async_save
         return ranks
+    if layout.pp > 1:
+        from glm5.parallel.pipeline_ranks import PipelineRanks
+
+        return PipelineRanks(layout)
     from glm5.parallel.mesh import TorchRanks  # torch.distributed takes seconds to load
 
     return TorchRanks(layout)

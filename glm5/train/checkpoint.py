@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -106,7 +106,11 @@ def load_state(
     """
     ranks = ranks or Ranks()
     folder = ranks.on_main(lambda: _newest_valid(path))
-    return None if folder is None else ranks.together(lambda: _restore(folder, model, optimizer, ranks))
+    if folder is None:
+        return None
+    shapes = ranks.union({name: ranks.shard_slice(t).shape for name, t in _tensors(model).items()})
+    trained = ranks.union({name: True for name, _ in _named(optimizer)})
+    return ranks.together(lambda: _restore(folder, model, optimizer, ranks, shapes, trained.keys()))
 
 
 @contextmanager
@@ -175,12 +179,15 @@ def _read_index(folder: Path) -> tuple[int, dict[str, Any], dict[str, StoredTens
 
 def state_pieces(model: GLM5ForCausalLM, optimizer: torch.optim.Optimizer, ranks: Ranks) -> Pieces:
     """What this rank writes of a state: its own parts of weights, buffers and optimizer state, without copies."""
-    found = {f"model/{name}": (local(t.detach()), ranks.shard_slice(t)) for name, t in _tensors(model).items()}
+    own = {name: tensor for name, tensor in _tensors(model).items() if not hasattr(tensor, "tied_copy")}
+    found = {f"model/{name}": (local(t.detach()), ranks.shard_slice(t)) for name, t in own.items()}
     for name, parameter in _named(optimizer):
+        if hasattr(parameter, "tied_copy"):
+            continue
         for key, value in optimizer.state.get(parameter, {}).items():
             region = ranks.shard_slice(parameter if value.shape == parameter.shape else value)
             found[f"optim/{name}/{key}"] = (local(value), region)
-    return own_pieces(ranks.rank, found)
+    return own_pieces(ranks.writes_whole, found)
 
 
 def _tensors(model: GLM5ForCausalLM) -> dict[str, Tensor]:
@@ -190,14 +197,20 @@ def _tensors(model: GLM5ForCausalLM) -> dict[str, Tensor]:
 
 
 def _restore(
-    folder: Path, model: GLM5ForCausalLM, optimizer: torch.optim.Optimizer, ranks: Ranks
+    folder: Path,
+    model: GLM5ForCausalLM,
+    optimizer: torch.optim.Optimizer,
+    ranks: Ranks,
+    shapes: Mapping[str, tuple[int, ...]],
+    trained: Collection[str],
 ) -> tuple[int, dict[str, Any]]:
+    """`shapes` of all tensors and names of all `trained` parameters, those of other pipeline stages included."""
     step, extra, stored = _read_index(folder)
     own = _tensors(model)
     saved = {name.removeprefix("model/"): t.shape for name, t in stored.items() if name.startswith("model/")}
-    if saved != {name: ranks.shard_slice(t).shape for name, t in own.items()}:
+    if saved != shapes:
         raise CheckpointError(f"{folder} belongs to another model; delete {folder.parent} to start this stage again.")
-    states, targets = _optimizer_targets(folder, stored, optimizer, ranks)
+    states, targets = _optimizer_targets(folder, stored, optimizer, ranks, trained)
     for name, tensor in own.items():
         targets.append((f"model/{name}", local(tensor.detach()), ranks.shard_slice(tensor)))
     read_pieces(folder, stored, targets)
@@ -207,7 +220,11 @@ def _restore(
 
 
 def _optimizer_targets(
-    folder: Path, stored: dict[str, StoredTensor], optimizer: torch.optim.Optimizer, ranks: Ranks
+    folder: Path,
+    stored: dict[str, StoredTensor],
+    optimizer: torch.optim.Optimizer,
+    ranks: Ranks,
+    trained: Collection[str],
 ) -> tuple[list[tuple[Tensor, dict[str, Tensor]]], list[tuple[str, Tensor, ShardSlice]]]:
     """Fresh optimizer state for every parameter that has one on disk, and the targets to read it into."""
     keys: dict[str, list[str]] = {}
@@ -233,9 +250,9 @@ def _optimizer_targets(
                 state[key] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
             targets.append((full, local(state[key]), region))
         states.append((parameter, state))
-    if keys:
+    if unknown := [name for name in keys if name not in trained]:
         raise CheckpointError(
-            f"{folder} belongs to a stage that trains other parameters ({next(iter(keys))!r:.80}); delete "
+            f"{folder} belongs to a stage that trains other parameters ({unknown[0]!r:.80}); delete "
             f"{folder.parent} to start this stage again."
         )
     return [(parameter, state) for parameter, state in states if state], targets

@@ -18,7 +18,7 @@ from glm5.model.dsa import INDEXER
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.model.weight_source import whole_parts
 from glm5.train.loop import Evaluate, LossOf, StageIO, train
-from glm5.train.losses import IndexerLoss, backbone_loss, target_logprobs
+from glm5.train.losses import IndexerLoss, backbone_loss, hidden_states, target_logprobs
 from glm5.train.pretrain import batches
 from glm5.train.step_metrics import StepMetrics
 
@@ -69,12 +69,10 @@ def adaptation_loss(stage: DsaStage, topk: int) -> LossOf:
         watch = IndexerLoss(batch, topk, metrics)
         ctx.observer, ctx.attend_dense = watch, warmup
         if warmup:
-            hidden = model.model(batch.ids, ctx)
-            if model.mtp is not None:
-                model.mtp_hidden(batch.targets()[0], hidden, ctx)
-            return watch.total(), metrics
+            hidden_states(model, batch, ctx, int(model.has_mtp))
+            return watch.total(ctx.stage_pass), metrics
         loss, numbers = backbone_loss(model, batch, ctx, stage)
-        return loss + stage.indexer_weight * watch.total(), numbers.merge([metrics])
+        return loss + stage.indexer_weight * watch.total(ctx.stage_pass), numbers.merge([metrics])
 
     return loss_of
 

@@ -23,13 +23,14 @@ from glm5.model.context import ForwardContext, packed_context
 from glm5.model.dsa import INDEXER
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.model.offload import Offload, has_device_memory
+from glm5.model.pipeline_stage import StagePass
 from glm5.obs.logs import get_logger
 from glm5.obs.metrics import MetricsLog
 from glm5.obs.progress import View
 from glm5.optim import Muon, muon_groups
 from glm5.optim.clip import clip_gradients
 from glm5.optim.schedules import begin_step, by_tokens, scheduled_rate
-from glm5.optim.table import table
+from glm5.optim.table import merged, table
 from glm5.parallel.ranks import Ranks
 from glm5.train.async_save import StateSaver
 from glm5.train.checkpoint import load_state
@@ -170,6 +171,8 @@ class Trainer:
         self.low_precision = (
             LowPrecisionCopy(self.model, dtype) if self.ranks.world == 1 and dtype != model.dtype else None
         )
+        self.optimizer.group = self.ranks.stage_group
+        self.clipped = sorted(self.ranks.union({name: None for name, part in self._clipped_apart().items() if part}))
         self.saver = StateSaver(self.state, self.ranks)
         self.optimizer.watch_updates = True
         compile_layers(self._computing, stage.compile)
@@ -272,12 +275,16 @@ class Trainer:
     def _clip(self) -> dict[str, Tensor]:
         """Clip the gradients of backbone and indexers separately: in one common norm, the indexers' loss would scale
         the backbone's update (§2.1.1 isolates the two)."""
+        parts = self._clipped_apart()
+        everyone = self.ranks.sum if self.model.staged else None
+        return {name: clip_gradients(parts[name], self.config.clip, everyone) for name in self.clipped}
+
+    def _clipped_apart(self) -> dict[str, list[nn.Parameter]]:
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
-        parts = {
+        return {
             "grad_norm": [p for name, p in named if INDEXER not in name],
             "indexer_grad_norm": [p for name, p in named if INDEXER in name],
         }
-        return {name: clip_gradients(part, self.config.clip) for name, part in parts.items() if part}
 
     def _elapsed(self) -> float:
         """Seconds spent on this stage so far, over all processes that resumed it."""
@@ -287,29 +294,33 @@ class Trainer:
         self, parts: Sequence[Batch], monitored: bool
     ) -> tuple[list[Tensor], StepMetrics, dict[int, Tensor]]:
         """Forward and backward over this rank's micro-batches: losses, metrics and expert loads (of all ranks)."""
-        losses, metrics = [], StepMetrics()
+        metrics = StepMetrics()
         loads: dict[int, Tensor] = {}
         if self.low_precision is not None:
             self.low_precision.follow()
-        for number, part in enumerate(parts, start=1):
-            loss, numbers, ctx = self._forward(part, monitored)
-            self.ranks.reduce_gradients(self.model, last=number == len(parts))
-            loss.backward()
-            losses.append(loss.detach())
+        experts = self.model.config.n_routed_experts
+
+        def work(part: Batch, stage_pass: StagePass | None) -> Tensor:
+            loss, numbers, ctx = self._forward(part, monitored, stage_pass)
             metrics.merge([numbers])
             for layer, maxima in (ctx.max_logits or {}).items():
                 metrics.peak(f"max_logit/L{layer}/H", maxima)
                 metrics.peak("max_logit", maxima.max())
-            experts = self.model.config.n_routed_experts
             for layer, load in expert_loads(ctx.router_stats or [], part.documents, experts).items():
                 loads[layer] = loads[layer] + load if layer in loads else load
-        for layer in sorted(loads):
-            self.ranks.sum(loads[layer])
+            return loss
+
+        losses = self.ranks.accumulate(self.model, parts, work)
+        for layer in sorted(self.ranks.union(dict.fromkeys(loads, True))):
+            own = loads.get(layer)
+            loads[layer] = self.ranks.sum(torch.zeros(experts, device=losses[0].device) if own is None else own)
         return losses, metrics, loads
 
-    def _forward(self, part: Batch, monitored: bool = False) -> tuple[Tensor, StepMetrics, ForwardContext]:
+    def _forward(
+        self, part: Batch, monitored: bool, stage_pass: StagePass | None
+    ) -> tuple[Tensor, StepMetrics, ForwardContext]:
         ctx = _context(part)
-        ctx.router_stats, ctx.recompute = [], self.stage.recompute
+        ctx.router_stats, ctx.recompute, ctx.stage_pass = [], self.stage.recompute, stage_pass
         ctx.offload = Offload() if self.offloads else None
         ctx.max_logits = {} if monitored else None
         return *self.ranks.run(self.loss_of, self._computing, part, ctx), ctx
@@ -337,7 +348,7 @@ class Trainer:
             # One micro-batch on all ranks: those that share its rows compute it together.
             bad = (number for number, loss in enumerate(losses) if not math.isfinite(loss))
             part = parts[min(self.ranks.gather(next(bad, len(parts) - 1)))]
-            name = first_name(self.ranks, bad_module(self._computing, lambda: self._forward(part)))
+            name = first_name(self.ranks, bad_module(self._computing, lambda: self._accumulate([part], False)))
             return (name, f"the output of {name}") if name else ("loss", "the loss, but no module's output")
         self.optimizer.zero_grad(set_to_none=True)
         self._accumulate(parts, False)
@@ -358,7 +369,7 @@ class Trainer:
 
     def _show_updates(self) -> None:
         """Log and save, for every kind of parameter, its optimizer and the size of the first update."""
-        rows = self.optimizer.update_table()
+        rows = merged(self.ranks.gather(self.optimizer.update_table() if self.ranks.writes_whole else []))
         if self.ranks.main:
             _log.info("%s: updates of the first step\n%s", self.io.name, table(rows))
             text = json.dumps([asdict(row) for row in rows], indent=1)

@@ -12,6 +12,7 @@ from glm5.data.packing import Batch
 from glm5.device import put, widened
 from glm5.model.context import AllKeys, ForwardContext
 from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.model.pipeline_stage import StagePass
 from glm5.ops import ROW_TILE, round_up
 from glm5.ops.cross_entropy import CHUNK_ROWS, token_logprobs
 from glm5.ops.indexer import topk_mask
@@ -51,27 +52,39 @@ def summed_logprobs(
     return torch.where(wanted.flatten(), logprobs, 0.0).sum()
 
 
+def hidden_states(model: GLM5ForCausalLM, batch: Batch, ctx: ForwardContext, depths: int) -> list[Tensor]:
+    """Hidden states after the final norm of the trunk and of `depths` MTP depths: 1 + depths tensors [M, D]. A pipeline
+    stage without the output head computes its part and returns none."""
+    if ctx.stage_pass is not None:
+        return ctx.stage_pass.hidden_states(model, lambda n: batch.targets(n)[0] if n else batch.ids, depths, ctx)
+    states = [model.model(batch.ids, ctx)]
+    for depth in range(1, depths + 1):
+        states.append(model.mtp_hidden(batch.targets(depth)[0], states[-1], ctx))
+    return states
+
+
 def language_loss(
     model: GLM5ForCausalLM, batch: Batch, ctx: ForwardContext, *, mtp_weight: float = 0.0, mtp_depths: int = 0
 ) -> tuple[Tensor, StepMetrics]:
     """Mean next-token cross-entropy in nats plus `mtp_weight` / depths * sum over MTP depths (one parameter set).
 
     Means are over the whole optimizer step (`Batch.counts`), so micro-batches and ranks add up. On monitored steps
-    (`ctx.max_logits` is set), greedy accuracy is also measured for every depth.
+    (`ctx.max_logits` is set), greedy accuracy is also measured for every depth. Pipeline stages without the output head
+    have loss 0.
     """
-    hidden = model.model(batch.ids, ctx)
-    counts = batch.counts().targets
+    drafting = mtp_weight and model.has_mtp and not batch.sparse_targets
+    states = hidden_states(model, batch, ctx, mtp_depths if drafting else 0)
     metrics = StepMetrics()
+    if not states:
+        return torch.zeros((), device=batch.ids.device), metrics
+    counts = batch.counts().targets
     targets, wanted = batch.targets()
     known = (batch.on_host or batch).targets() if batch.sparse_targets else (targets, wanted)
-    loss = -summed_logprobs(model, hidden, *known, batch.sparse_targets) / max(1, counts[0])
+    loss = -summed_logprobs(model, states[0], *known, batch.sparse_targets) / max(1, counts[0])
     metrics.add("loss", loss)
     metrics.add("tokens", wanted.sum())
-    _count_hits(metrics, "accuracy", model, hidden, targets, wanted, ctx)
-    drafting = mtp_weight and model.mtp is not None and not batch.sparse_targets
-    for depth in range(1, mtp_depths + 1 if drafting else 1):
-        following, _ = batch.targets(depth)
-        hidden = model.mtp_hidden(following, hidden, ctx)
+    _count_hits(metrics, "accuracy", model, states[0], targets, wanted, ctx)
+    for depth, hidden in enumerate(states[1:], start=1):
         targets, wanted = batch.targets(depth + 1)
         drafted = -summed_logprobs(model, hidden, targets, wanted) / max(1, counts[depth])
         loss = loss + mtp_weight / mtp_depths * drafted
@@ -88,7 +101,9 @@ def backbone_loss(
     weight = by_tokens(stage.mtp_weight, batch.before)
     loss, metrics = language_loss(model, batch, ctx, mtp_weight=weight, mtp_depths=stage.mtp_depths)
     if stage.balance_weight and ctx.router_stats:
-        loss = loss + stage.balance_weight * balance_loss(ctx.router_stats, batch, model.config.n_routed_experts)
+        layers = ctx.stage_pass.routers if ctx.stage_pass is not None else None
+        balance = balance_loss(ctx.router_stats, batch, model.config.n_routed_experts, layers)
+        loss = loss + stage.balance_weight * balance
     return loss, metrics
 
 
@@ -156,12 +171,15 @@ class IndexerLoss:
         for name in ("indexer_recall", f"indexer_recall/L{layer}"):
             self.metrics.mean(name, kept, crowded.sum())
 
-    def total(self) -> Tensor:
-        """Mean over layers. Recorded as `indexer_kl`, with `indexer_recall`, the share of attention mass in the
-        indexer's top k (dense stages). Raises ValueError if no layer reported."""
+    def total(self, stage_pass: StagePass | None = None) -> Tensor:
+        """Mean over layers; with `stage_pass` the stage's part of the mean over the layers of all pipeline stages.
+        Recorded as `indexer_kl`, with `indexer_recall`, the share of attention mass in the indexer's top k (dense
+        stages). Raises ValueError if no layer reported."""
+        if stage_pass is not None and not self.losses:
+            return torch.zeros((), device=self.batch.ids.device)
         if not self.losses:
             raise ValueError("no indexer was observed; does the model use DSA?")
-        total = torch.stack(self.losses).mean()
+        total = torch.stack(self.losses).sum() / (len(self.losses) if stage_pass is None else stage_pass.indexers)
         self.metrics.add("indexer_kl", total)
         return total
 

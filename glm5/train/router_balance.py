@@ -12,8 +12,9 @@ from glm5.model.context import RouterStats
 from glm5.model.glm5 import GLM5ForCausalLM
 
 
-def balance_loss(stats: list[RouterStats], batch: Batch, experts: int) -> Tensor:
-    """Sequence-level balance (GLM-4.5, §3): sum over experts of f_e P_e per row, mean over the step's rows and layers.
+def balance_loss(stats: list[RouterStats], batch: Batch, experts: int, layers: int | None = None) -> Tensor:
+    """Sequence-level balance (GLM-4.5, §3): sum over experts of f_e P_e per row, mean over the step's rows and layers:
+    `layers` of them, if `stats` are only those of a pipeline stage (`StagePass.routers`).
 
     f_e = E / (K T) * number of tokens that chose e, P_e = mean normalised score of e. Padding tokens do not count.
     """
@@ -29,7 +30,7 @@ def balance_loss(stats: list[RouterStats], batch: Batch, experts: int) -> Tensor
         shares = scores / scores.sum(-1, keepdim=True) * real.unsqueeze(1)
         per_row = chosen.view(rows, length, -1).sum(1) * experts / (chosen_experts.shape[1] * count)
         total = total + (per_row * shares.view(rows, length, -1).sum(1) / count).sum() / batch.counts().rows
-    return total / len(stats)
+    return total / (layers or len(stats))
 
 
 def _balance_of_part(stats: list[RouterStats], batch: Batch, part: TokenPart, experts: int) -> Tensor:

@@ -47,16 +47,15 @@ Pieces = Mapping[str, tuple[Tensor, ShardSlice]]
 """A rank's parts by name: (part of the tensor, its slice of the whole)."""
 
 
-def own_pieces(rank: int, pieces: Pieces) -> Pieces:
-    """The pieces that a rank writes: no empty parts, and whole tensors from rank 0 only."""
-    return {n: (t, at) for n, (t, at) in pieces.items() if not at.empty and (rank == 0 or at.sizes != at.shape)}
+def own_pieces(writes_whole: bool, pieces: Pieces) -> Pieces:
+    """The pieces that a rank writes: no empty parts, and whole tensors only from one rank (`Ranks.writes_whole`)."""
+    return {n: (t, at) for n, (t, at) in pieces.items() if not at.empty and (writes_whole or at.sizes != at.shape)}
 
 
 def write_pieces(folder: Path, rank: int, pieces: Pieces) -> dict[str, tuple[str, ShardSlice]]:
     """Write a rank's `own_pieces` into its own file, tensor by tensor; returns (dtype, slice) of each."""
-    kept = own_pieces(rank, pieces)
-    save_file({name: tensor for name, (tensor, _) in kept.items()}, str(folder / file_name(rank)), {"format": "pt"})
-    return {name: (_dtype_name(tensor), region) for name, (tensor, region) in kept.items()}
+    save_file({name: tensor for name, (tensor, _) in pieces.items()}, str(folder / file_name(rank)), {"format": "pt"})
+    return {name: (_dtype_name(tensor), region) for name, (tensor, region) in pieces.items()}
 
 
 def file_name(rank: int) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from glm5.config.load import load_recipe
+from glm5.config.load import dump_recipe, load_recipe
 from glm5.config.recipe import RunRecipe
 from glm5.errors import ConfigError
 from glm5.launch.pipeline import run_pipeline
@@ -164,6 +164,16 @@ def test_what_ranks_cannot_do_is_said_before_anything_starts(
     monkeypatch.setenv("WORLD_SIZE", "6")
     with pytest.raises(ConfigError, match=r"parallel.ep = 3 does not divide the 8 experts"):
         run_pipeline(load_recipe(recipe("ep"), RunRecipe, ["parallel.ep=3"]))
+    for stages, reason in (
+        (["parallel.pp=4"], r"parallel.pp = 4 does not divide the 6 processes of this job"),
+        (["parallel.pp=2", "parallel.ep=2"], r"parallel.ep = 2 does not divide the 3 processes of a pipeline stage"),
+        (["parallel.pp=2", "parallel.pp_layers=[3]"], r"pp_layers = \[3\] must be 2 numbers"),
+        (["parallel.pp=6"], "cannot be divided into 6 pipeline stages"),
+        (["parallel.pp_deferred=1"], "set parallel.pp above 1"),
+        (["parallel.pp=2", "stages.pretrain.compile=true"], "pretrain: compile = true does not work"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            run_pipeline(load_recipe(recipe("pp"), RunRecipe, stages))
     monkeypatch.setenv("WORLD_SIZE", "1")
     with pytest.raises(ConfigError, match=r"parallel.ep = 2 does not divide the 1 process of"):
         run_pipeline(load_recipe(recipe("ep"), RunRecipe, ["parallel.ep=2"]))
@@ -180,3 +190,5 @@ def test_a_layout_is_part_of_the_recipe(recipe: Callable[..., Path]) -> Any:
         load_recipe(recipe("x"), RunRecipe, ["parallel.pe=2"])
     with pytest.raises(ConfigError, match=r"parallel\.ep"):
         load_recipe(recipe("x"), RunRecipe, ["parallel.ep=0"])
+    staged = load_recipe(recipe("x"), RunRecipe, ["parallel.pp=2", "parallel.pp_layers=[2, 0]"])
+    assert "pp_layers = [2, 0]" in dump_recipe(staged)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks._alive import Alive
 from glm5.config.optim import OptimConfig
 from glm5.config.parallel import Layout
 from glm5.config.recipe import GradientStage
@@ -28,12 +29,17 @@ from glm5.data.packing import Batch, StepBatches
 from glm5.model.compiled_layer import CompiledLayer
 from glm5.model.context import ForwardContext
 from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.model.pipeline_stage import stage_modules
 from glm5.obs.metrics import NullMetrics
 from glm5.optim.distributed import local
+from glm5.parallel.fsdp import RUN
 from glm5.parallel.mesh import TorchRanks
+from glm5.parallel.pipeline import Pipeline
+from glm5.parallel.pipeline_ranks import PipelineRanks
 from glm5.parallel.ranks import Ranks, ranks_from_environment
+from glm5.parallel.zero import StageGradients
 from glm5.train.loop import StageIO, Trainer, train
-from glm5.train.losses import IndexerLoss, language_loss
+from glm5.train.losses import IndexerLoss, hidden_states, language_loss
 from glm5.train.router_balance import balance_loss
 from glm5.train.step_metrics import StepMetrics
 
@@ -80,15 +86,16 @@ class Watch:
         watch = IndexerLoss(batch, 4, metrics)
         ctx.observer, ctx.attend_dense = watch, self.warmup
         if self.warmup:
-            hidden = model.model(batch.ids, ctx)
-            model.mtp_hidden(batch.targets()[0], hidden, ctx)
-            return watch.total(), metrics
+            hidden_states(model, batch, ctx, 1)
+            return watch.total(ctx.stage_pass), metrics
         loss, numbers = language_loss(model, batch, ctx, mtp_weight=0.3, mtp_depths=2)
         stats = ctx.router_stats or []
         self.routes.append([layer.experts.view(*batch.ids.shape, -1) for layer in stats])
-        balance = balance_loss(stats, batch, model.config.n_routed_experts)
-        indexers = watch.total() if model.config.use_dsa else 0.0
-        return loss + indexers + 0.01 * balance, numbers.merge([metrics])
+        loss = loss + (watch.total(ctx.stage_pass) if model.config.use_dsa else 0.0)
+        if stats:
+            routers = ctx.stage_pass.routers if ctx.stage_pass is not None else None
+            loss = loss + 0.01 * balance_loss(stats, batch, model.config.n_routed_experts, routers)
+        return loss, numbers.merge([metrics])
 
 
 def stage(steps: int = STEPS, **options: Any) -> GradientStage:
@@ -141,7 +148,7 @@ def gradients(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     loads_of = {str(layer): load.tolist() for layer, load in loads.items()}
     whole = whole_gradients(trainer.model, ranks)
     return {
-        "loss": sum(ranks.gather(sum(map(float, losses)))),
+        "loss": sum(ranks.gather(sum(map(float, losses)))) * ranks.data_ranks[1] / ranks.world,
         "gradients": whole,
         "loads": loads_of,
         "reductions": reductions.count,
@@ -166,13 +173,13 @@ def whole_gradients(model: GLM5ForCausalLM, ranks: Ranks) -> dict[str, Any]:
         held[name] = None if parameter.grad is None else (region, local(parameter.grad).tolist())
     parts = ranks.gather(held)  # at once: a gather for each tensor takes longer than the step
     whole: dict[str, Any] = {}
-    for name in held:
-        if parts[0][name] is None:
-            assert [part[name] for part in parts] == [None] * ranks.world
+    for name in sorted(set().union(*parts)):
+        of_name = [part[name] for part in parts if name in part]  # pipeline stages have different parameters
+        if of_name[0] is None:
+            assert of_name == [None] * len(of_name)
             continue
-        full = torch.full(parts[0][name][0].shape, float("nan"), dtype=torch.float64)
-        for part in parts:
-            region, values = part[name]
+        full = torch.full(of_name[0][0].shape, float("nan"), dtype=torch.float64)
+        for region, values in of_name:
             where = tuple(slice(o, o + s) for o, s in zip(region.offsets, region.sizes, strict=True))
             full[where] = torch.tensor(values, dtype=torch.float64).view(region.sizes)
         whole[name] = full.tolist()
@@ -285,6 +292,50 @@ def fail(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     io = StageIO("stage", Path(task["out"]), NullMetrics(), lambda n, numbers: None, ranks)
     Trainer(model, stage(), io, loss_of, lambda name: True, 0.0).step(0, batch_at(0))
     return {}
+
+
+def spoilt(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
+    """The metrics of a step in which a module of the third layer gives infinity."""
+    model = ranks.load(Path(task["start"]))
+    Path(task["out"]).mkdir(parents=True, exist_ok=True)
+    io = StageIO("stage", Path(task["out"]), NullMetrics(), lambda n, numbers: None, ranks)
+    trainer = Trainer(model, stage(**task["options"]), io, Watch(), lambda name: True, 0.0)
+    for name, module in trainer.model.named_modules():
+        if name == "model.layers.2.mlp":
+            module.register_forward_hook(lambda module, args, out: out + float("inf"))
+    return {"numbers": trainer.step(0, batch_at(0))}
+
+
+class GradientBytes(Alive):
+    """Counts the storages that `StageGradients` makes for gradients; not whole weights, nor the gradient of the one
+    weight that autograd has just computed, nor what gloo copies within a sum (NCCL sums in place)."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        frame: Any = sys._getframe(1)
+        while frame is not None and func._schema.name in ("aten::empty", "aten::clone", "aten::zeros"):
+            owner, act = frame.f_locals.get("self"), frame.f_code.co_name
+            if isinstance(owner, StageGradients) and act in ("select", "_settle", "finish"):
+                return super().__torch_dispatch__(func, types, args, kwargs)
+            frame = frame.f_back
+        return func(*args, **(kwargs or {}))
+
+
+def gradient_bytes(task: dict[str, Any], ranks: Ranks) -> list[dict[str, float]]:
+    """Of every rank: the most bytes of gradients in a step, and what the formula says."""
+    model = ranks.load(Path(task["start"]))
+    io = StageIO("stage", Path(task["out"]), NullMetrics(), lambda n, numbers: None, ranks)
+    trainer = Trainer(model, stage(**task["options"]), io, Watch(), lambda name: True, 0.0)
+    batch = batch_at(0)
+    with GradientBytes() as alive:
+        trainer._accumulate(trainer._parts(batch, batch.counts()), False)
+    pipeline: Pipeline = getattr(model, RUN)
+    named = dict(model.named_parameters())
+    sizes = [
+        sum(p.numel() for n, p in named.items() for name, _ in stage_modules(model, span) if n.startswith(f"{name}."))
+        for span in pipeline.own
+    ]
+    formula = 4 * (sum(sizes) / ranks.data_ranks[1] + 2 * max(sizes))
+    return ranks.gather({"peak": float(alive.peak), "formula": formula, "stages": float(len(sizes))})
 
 
 def refuse(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
@@ -475,7 +526,7 @@ def live(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
 
 TASKS = {
     "follow": follow, "gradients": gradients, "run": run, "fail": fail, "refuse": refuse, "policy": policy,
-    "live": live, "sft_rows": sft_rows, "exchanges": exchanges,
+    "live": live, "sft_rows": sft_rows, "exchanges": exchanges, "spoilt": spoilt, "gradient_bytes": gradient_bytes,
 }  # fmt: skip
 
 
@@ -495,9 +546,8 @@ def main(path: Path) -> None:
     with ranks_from_environment(layout) as job:
         for task in tasks:
             os.environ["LOCAL_WORLD_SIZE"] = str(task.get("local", job.world))
-            result = work(
-                task, TorchRanks(layout.model_copy(update={"ep": task.get("ep", 1), **task.get("layout", {})}))
-            )
+            own = layout.model_copy(update={"ep": task.get("ep", 1), **task.get("layout", {})})
+            result = work(task, PipelineRanks(own) if own.pp > 1 else TorchRanks(own))
             if job.main:
                 Path(task["result"]).write_text(result, encoding="utf-8")
 
