@@ -134,10 +134,11 @@ def summary(account: dict[str, Any]) -> list[str]:
         lifted = ", ".join(f"{count:,} to {bucket}" for bucket, count in account["added"].items())
         lines.append(f"the second classifier added {sum(account['added'].values()):,} documents ({lifted})")
     if held_out := account["held_out"]:
+        worst, bound = held_out["most_similar"], held_out["similarity"]
         lines.append(
-            f"held out: {held_out['documents']:,} documents; {held_out['moved']:,} more were as similar as "
-            f"{held_out['similarity']} to training text and moved there; of the rest the most similar has "
-            f"{held_out['most_similar']:.2f}"
+            f"held out: {held_out['documents']:,} documents; {held_out['moved']:,} more were as similar as {bound} to "
+            f"training text and moved there; of the rest "
+            + ("none has half of that" if worst is None else f"the most similar has {worst:.2f}")
         )
     for name, shard in account["shards"].items():
         lines.append(

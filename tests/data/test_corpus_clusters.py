@@ -55,4 +55,4 @@ def test_kmeans_finds_the_groups_and_repeats_itself() -> None:
     groups = nearest(vectors, kmeans(vectors, 8, seed=2)).reshape(4, 50)
     assert all(not set(groups[a]) & set(groups[b]) for a in range(4) for b in range(a))
     assert np.array_equal(nearest(vectors, centres), (vectors.astype(np.int64) @ centres.T.astype(np.int64)).argmax(1))
-    assert len(kmeans(vectors[:3], 10, seed=0)) == 3
+    assert len(kmeans(vectors[:3], 10, seed=0)) == 3 and len(kmeans(vectors[:0], 1, seed=0)) == 0

@@ -98,8 +98,8 @@ def _dropped(counts: Counter[str]) -> dict[str, Any]:
 
 
 def _held_out(recipe: CorpusRecipe, out: Path, counts: Counter[str]) -> dict[str, Any]:
-    """How many documents are held out, and how similar to training text the most similar of them is. Empty if the
-    recipe does not compare them."""
+    """How many documents are held out, and how similar to training text the most similar of them is; None for less
+    than half of what moves. Empty if the recipe does not compare them."""
     if recipe.dedup.held_out is None:
         return {}
     moves = json.loads((out / "work" / "split" / MOVES).read_text(encoding="utf-8"))

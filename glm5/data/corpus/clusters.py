@@ -33,6 +33,8 @@ def nearest(vectors: np.ndarray, centres: np.ndarray) -> np.ndarray:
 def kmeans(vectors: np.ndarray, count: int, seed: int) -> np.ndarray:
     """Centres [count, d] of clusters of directions [n, d], both int16 as `rounded` gives them; fewer if there are fewer
     vectors."""
+    if not len(vectors):
+        return vectors
     generator = np.random.default_rng(derive_seed(seed, "clusters"))
     centres = vectors[np.sort(generator.choice(len(vectors), min(count, len(vectors)), replace=False))]
     for _ in range(_ROUNDS):

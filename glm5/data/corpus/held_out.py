@@ -88,5 +88,5 @@ class Split(PipelineStep):
             for a, b, c, d, other, value in rows.tolist()
             if (a, b) not in moved and (not other or (c, d) in moved)
         ]
-        known = {"similarity": self.least, "most_similar": max(left, default=0.0), "moved": sorted(moved)}
+        known = {"similarity": self.least, "most_similar": max(left, default=None), "moved": sorted(moved)}
         atomic_write(self.out, json.dumps(known) + "\n")

@@ -43,7 +43,7 @@ class Embed(PipelineStep):
                 known.append((number, round(1e4 * best)))
         self.folder.mkdir(parents=True, exist_ok=True)
         width = len(vectors[0]) if vectors else 0
-        np.save(self.folder / f"{rank:05d}.vectors.npy", np.array(vectors, dtype=np.int16).reshape(-1, width))
+        np.save(self.folder / f"{rank:05d}.vectors.npy", np.array(vectors, dtype=np.int16).reshape(len(vectors), width))
         np.save(self.folder / f"{rank:05d}.known.npy", np.array(known, dtype=np.int64).reshape(-1, 2))
 
 
