@@ -150,6 +150,15 @@ def serve(
     ] = [],  # noqa: B006
     dp: Annotated[int, typer.Option(min=1, help="Engine processes; a router keeps each session on one.")] = 1,
     tp: Annotated[int, typer.Option(min=1, help="Processes (devices) per engine; each has a part of every layer.")] = 1,
+    prefill_engines: Annotated[
+        int, typer.Option(min=0, help="Engine processes that only read prompts, for --decode-engines.")
+    ] = 0,
+    decode_engines: Annotated[
+        int, typer.Option(min=0, help="Engine processes that generate; prompts come from --prefill-engines.")
+    ] = 0,
+    prefill_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens not in the cache from which a prompt goes to a prefill engine.")
+    ] = 256,
     exact: Annotated[bool, typer.Option("--exact/--fast", help="Engine: bitwise reproducible, or fast.")] = False,
     speculative: Annotated[int, typer.Option(min=0, help="Engine: tokens the MTP layer drafts per step.")] = 0,
     max_batch: Annotated[int, typer.Option(min=1, help="Engine: maximum samples per step.")] = 64,
@@ -198,15 +207,29 @@ def serve(
         tokens=max_tokens,
         request_seconds=request_seconds,
         stop_seconds=stop_seconds,
+        prefill_tokens=prefill_tokens,
     )
-    if dp == 1:
+    if bool(prefill_engines) != bool(decode_engines) or (prefill_engines and dp > 1):
+        raise UsageError("Give both --prefill-engines and --decode-engines, and no --dp; or neither.")
+    engines = prefill_engines + decode_engines or dp
+    if engines == 1:
         from glm5.serve.app import run
 
         run(model, host, port, key, access=access, limits=limits, options=options)
     else:
         from glm5.serve.router.app import run as route
 
-        route(model, host, port, key, access=access, engines=dp, limits=limits, options=options)
+        route(
+            model,
+            host,
+            port,
+            key,
+            access=access,
+            engines=engines,
+            prefill=prefill_engines,
+            limits=limits,
+            options=options,
+        )
 
 
 @app.command()

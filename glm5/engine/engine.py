@@ -17,6 +17,7 @@ from glm5.device import AUTO
 from glm5.engine.grammar import Compiled, Grammars
 from glm5.engine.graphs import CudaCapture
 from glm5.engine.kv_pool import PAGE, KVPool, token_bytes
+from glm5.engine.page_hash import fingerprint
 from glm5.engine.penalties import SamplerState, check_params
 from glm5.engine.radix_cache import RadixCache
 from glm5.engine.request import Request
@@ -115,7 +116,8 @@ class Engine:
     def _build(self) -> None:
         """Pages, prefix cache, scheduler and runner, all empty."""
         self.pool = self._new_pool()
-        self.radix = RadixCache(self.pool, self._host_cache_bytes) if self._prefix_cache else None
+        identity = partial(fingerprint, self)
+        self.radix = RadixCache(self.pool, self._host_cache_bytes, identity) if self._prefix_cache else None
         batch, chunk, drafts = self.max_batch, self.chunk, self.drafts
         self.scheduler = Scheduler(
             self.pool, self.radix, max_batch=batch, chunk=chunk, drafts=drafts, bring_back=drafts > 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -50,8 +50,10 @@ class RadixCache:
     `spilled` to the store and `restored` from it; `damaged` pages, which failed the hash check and counted as a miss.
     """
 
-    def __init__(self, pool: KVPool, host_bytes: int = 0) -> None:
+    def __init__(self, pool: KVPool, host_bytes: int = 0, identity: Callable[[], str] = lambda: "") -> None:
+        """`identity` gives the present `fingerprint`."""
         self.pool = pool
+        self._identity, self._fingerprint = identity, ""
         self.host_bytes = host_bytes
         self.hit_tokens = self.spilled = self.restored = self.damaged = 0
         self._roots: dict[str, Node] = {}
@@ -71,6 +73,12 @@ class RadixCache:
     def host_used(self) -> int:
         """Bytes in the host store."""
         return self._host_used
+
+    @property
+    def fingerprint(self) -> str:
+        """What the contents of pages depend on besides namespace and tokens (see `page_hash`)."""
+        self._fingerprint = self._fingerprint or self._identity()
+        return self._fingerprint
 
     def match(self, namespace: str, tokens: Sequence[int]) -> Match:
         """The longest cached prefix of `tokens`. The caller gets a reference to each page of the result."""
@@ -136,12 +144,56 @@ class RadixCache:
             if key[: len(other.tokens)] == other.tokens:
                 self._forget(other)
 
+    def known(self, namespace: str, tokens: Sequence[int]) -> int:
+        """Length of the longest prefix of `tokens` in whole cached pages, in the pool or stored."""
+        node, length = self._roots.get(namespace), 0
+        while node is not None and (node := node.children.get(tuple(tokens[length : length + PAGE]))) is not None:
+            length += PAGE
+        return min(length, len(tokens) // PAGE * PAGE)
+
+    def dump(self, namespace: str, tokens: Sequence[int], first: int) -> list[bytes | Tensor]:
+        """The contents (see `KVPool.dump`) of the cached pages of `tokens` from page number `first` on. The last page
+        of `tokens` may be partly filled, and may be the beginning of a cached one."""
+        node, pages, found = self._roots.get(namespace), list[int](), list[bytes | Tensor]()
+        for number, at in enumerate(range(0, len(tokens), PAGE)):
+            key = tuple(tokens[at : at + PAGE])
+            children = {} if node is None else node.children
+            node = children.get(key) or next((c for c in children.values() if c.tokens[: len(key)] == key), None)
+            if node is None or not self._resident(node):
+                break
+            assert node.page is not None
+            self.pool.incref(node.page)
+            self._touch(node)
+            pages.append(node.page)
+            if number >= first:
+                found.append(self.pool.dump(node.page, len(key)))
+        self.pool.free(pages)
+        return found
+
+    def load(self, namespace: str, tokens: Sequence[int], first: int, contents: Sequence[bytes]) -> int:
+        """Insert pages that another engine has computed: `contents` are those of `tokens` from page number `first` on,
+        up to the end of `tokens`. The pages before them must be cached. Returns the length of the prefix that is now
+        cached; shorter if there is no room."""
+        found = self.match(namespace, tokens[: first * PAGE])
+        pages, length = found.pages, found.length
+        if length == first * PAGE:
+            for at, data in zip(range(length, len(tokens), PAGE), contents, strict=True):
+                if not self.pool.available:
+                    break
+                pages += self.pool.alloc(1)
+                length = min(at + PAGE, len(tokens))
+                self.pool.load(pages[-1], length - at, data)
+            self.insert(namespace, tokens[:length], pages)
+        self.pool.free(pages)
+        return length
+
     def clear(self) -> None:
         """Drop all entries (needed after a weight update). Sequences keep their own pages."""
         for root in list(self._roots.values()):
             for child in list(root.children.values()):
                 self._forget(child)
         self._oldest.clear()
+        self._fingerprint = ""
 
     def _touch(self, node: Node) -> None:
         self._clock += 1

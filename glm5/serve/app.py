@@ -34,8 +34,10 @@ from glm5.serve.metrics import CONTENT_TYPE, Metrics
 from glm5.serve.openapi import add_document
 from glm5.serve.options import EngineOptions, Limits
 from glm5.serve.page import page_route
+from glm5.serve.remote_prefill import RemotePrefill
 from glm5.serve.service import Service
 from glm5.serve.surfaces.anthropic.routes import routes as anthropic_routes
+from glm5.serve.surfaces.native.prefill import routes as prefill_routes
 from glm5.serve.surfaces.native.routes import routes as native_routes
 from glm5.serve.surfaces.native.weights import routes as weight_routes
 from glm5.serve.surfaces.openai.responses import routes as responses_routes
@@ -76,6 +78,8 @@ def create_app(
         metrics=metrics,
         created=int(time.time()),
         tokenizer_path=tokenizer_path,
+        trusted=trusted,
+        prefill=RemotePrefill(thread, metrics, limits.prefill_tokens),
     )
 
     @contextlib.asynccontextmanager
@@ -83,13 +87,14 @@ def create_app(
         thread.start()
         yield
         service.groups.close()
+        service.prefill.close()
         await asyncio.to_thread(thread.stop, limits.stop_seconds)
 
     # FastAPI's documentation pages load scripts from other sites; its OpenAPI document does not
     # have the schemas of our request bodies.
     app = FastAPI(title="glm5", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.service = service
-    for routes in (openai_routes, responses_routes, anthropic_routes, native_routes, weight_routes):
+    for routes in (openai_routes, responses_routes, anthropic_routes, native_routes, prefill_routes, weight_routes):
         app.include_router(routes)
     app.include_router(page_route(model_name))
     _add_watching(app, service)

@@ -106,10 +106,12 @@ class EngineThread:
         """Start `params.n` samples. Raises Overloaded, Stopping, EngineFailed, or EngineError for a bad prompt."""
         return await self.submit_all([Part(prompt, params)])
 
-    async def submit_all(self, parts: Sequence[Part], *, deadline: float | None = None) -> Stream:
+    async def submit_all(
+        self, parts: Sequence[Part], *, deadline: float | None = None, began: float | None = None
+    ) -> Stream:
         """Start the samples of several prompts, or none of them. All must be complete within `deadline` seconds,
         including grammar compilation. Raises ApiError for a grammar that cannot be enforced."""
-        stream = Stream(self, parts, deadline)
+        stream = Stream(self, parts, deadline, began)
         if stream.size > self.max_samples:
             raise EngineError(f"The request asks for {stream.size} samples; at most {self.max_samples} are allowed.")
         check_forms(asked := [part.params for part in parts])
@@ -346,9 +348,10 @@ class EngineThread:
             if part.score:
                 stream.requests.append(self.engine.submit_score(part.prompt, part.params))
             else:
-                stream.requests += self.engine.submit(
-                    part.prompt, part.params, namespace=part.namespace, grammar=part.grammar
-                )
+                own = self.engine.submit(part.prompt, part.params, namespace=part.namespace, grammar=part.grammar)
+                for request in own if part.computed else ():
+                    request.elsewhere = part.computed
+                stream.requests += own
 
     def _abort(self, stream: Stream, index: int | None) -> None:
         for request in stream.requests if index is None else stream.requests[index : index + 1]:

@@ -22,6 +22,7 @@ class Limits:
         tokens: longest prompt plus answer; None means the engine's maximum (400).
         request_seconds: time for one answer, waiting included (504, or an error event in a stream).
         stop_seconds: time for running answers to finish when the server stops.
+        prefill_tokens: tokens that a prompt must lack in the prefix cache to be sent to a prefill engine.
     """
 
     body_bytes: int = 8 << 20
@@ -34,6 +35,7 @@ class Limits:
     tokens: int | None = None
     request_seconds: float = 1800.0
     stop_seconds: float = 10.0
+    prefill_tokens: int = 256
 
 
 @dataclass(frozen=True)
