@@ -144,12 +144,18 @@ class RadixCache:
             if key[: len(other.tokens)] == other.tokens:
                 self._forget(other)
 
-    def known(self, namespace: str, tokens: Sequence[int]) -> int:
-        """Length of the longest prefix of `tokens` in whole cached pages, in the pool or stored."""
-        node, length = self._roots.get(namespace), 0
-        while node is not None and (node := node.children.get(tuple(tokens[length : length + PAGE]))) is not None:
-            length += PAGE
-        return min(length, len(tokens) // PAGE * PAGE)
+    def known(self, namespace: str, tokens: Sequence[int]) -> tuple[int, int]:
+        """How many whole pages of a prefix of `tokens` are cached, in the pool or stored; and the length of the prefix
+        that is cached."""
+        node, pages = self._roots.get(namespace), 0
+        while node is not None:
+            key = tuple(tokens[pages * PAGE : (pages + 1) * PAGE])
+            child = node.children.get(key) if len(key) == PAGE else None
+            if child is None:
+                partly = max((common_prefix(one.tokens, key) for one in node.children.values()), default=0)
+                return pages, pages * PAGE + partly
+            node, pages = child, pages + 1
+        return pages, pages * PAGE
 
     def dump(self, namespace: str, tokens: Sequence[int], first: int) -> list[bytes | Tensor]:
         """The contents (see `KVPool.dump`) of the cached pages of `tokens` from page number `first` on. The last page

@@ -39,11 +39,13 @@ MOST_AHEAD = 2
 
 @dataclass(frozen=True)
 class Wanted:
-    """A prompt whose pages from number `first` on are missing here, and this engine's weights."""
+    """A prompt whose pages from number `first` on are missing here, with `lacking` tokens in them; `sizes` in bytes of
+    these pages; and this engine's weights."""
 
     ids: Sequence[int]
     namespace: str
     first: int
+    lacking: int
     sizes: tuple[int, ...]
     fingerprint: str
     version: int
@@ -71,7 +73,7 @@ class RemotePrefill:
         left, computed, tried = list(addresses), 0, 0
         while True:
             wanted = await self._thread.call(partial(_wanted, part=part))
-            if wanted is None or len(part.prompt) - wanted.first * PAGE < self._least or not left:
+            if wanted is None or wanted.lacking < self._least or not left:
                 if wanted is not None and tried and not left:
                     self._metrics.prefill_fallbacks += 1
                 return replace(part, computed=computed) if computed else part
@@ -202,9 +204,10 @@ def _wanted(engine: Engine, part: Part) -> Wanted | None:
     if engine.radix is None or not ids or len(ids) >= engine.max_length:
         return None
     radix, pool = cache_of(engine), engine.pool
-    known = radix.known(part.namespace, ids)
-    sizes = [pool.page_bytes(min(PAGE, len(ids) - at)) for at in range(known, len(ids), PAGE)]
-    return Wanted(ids, part.namespace, known // PAGE, tuple(sizes), radix.fingerprint, engine.weight_version)
+    first, cached = radix.known(part.namespace, ids)
+    sizes = tuple(pool.page_bytes(min(PAGE, len(ids) - at)) for at in range(first * PAGE, len(ids), PAGE))
+    version = engine.weight_version
+    return Wanted(ids, part.namespace, first, len(ids) - cached, sizes, radix.fingerprint, version)
 
 
 def _adopt(engine: Engine, namespace: str, ids: Sequence[int], sheaf: Sheaf) -> None:

@@ -44,19 +44,27 @@ def body(prompt: str, **fields: Any) -> dict[str, Any]:
 
 
 class Routed:
-    """A router with two engines in a process of its own.
+    """A router with two engines, or as many as asked for, in a process of its own.
 
     The first `real` of its engines are started as they are everywhere, the others are forked (see `fork_server`).
     """
 
     def __init__(
-        self, forks: Any, checkpoint: Path, folder: Path, options: str = "", *, real: int = 0, patience: str = PATIENCE
+        self,
+        forks: Any,
+        checkpoint: Path,
+        folder: Path,
+        options: str = "",
+        *,
+        real: int = 0,
+        patience: str = PATIENCE,
+        engines: int = 2,
     ) -> None:
         code = (
             f"fork_engines(after={real}); "
             "from glm5.serve.router.app import run; from glm5.serve.router.workers import Patience; "
             "from glm5.serve.options import EngineOptions, Limits; "
-            f"run({str(checkpoint)!r}, port=0, api_key='secret', engines=2, options=EngineOptions(exact=True), "
+            f"run({str(checkpoint)!r}, port=0, api_key='secret', engines={engines}, options=EngineOptions(exact=True), "
             f"patience={patience}{options})"
         )
         folder.mkdir()
