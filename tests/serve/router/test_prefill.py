@@ -15,19 +15,14 @@ import pytest
 from glm5.engine.engine import Engine
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.records import SamplingParams
-from tests.serve.router.test_processes import (  # noqa: F401  (a fixture)
-    Load,
-    Routed,
-    expected,
-    gone,
-    kill_under_load,
-    wait_until,
-)
+from tests.serve.router import test_processes
+from tests.serve.router.test_processes import Load, Routed, gone, kill_under_load, wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.dist]
 
 SPLIT = ", prefill=2, limits=Limits(prefill_tokens=1)"
 Expected = dict[tuple[str, str], str]
+answers = test_processes.expected  # the fixture
 
 
 @pytest.fixture(scope="module")
@@ -83,16 +78,18 @@ def test_answers_are_those_of_one_engine(calm: Routed, checkpoint: Path) -> None
         assert any(line.startswith(f'glm5_router_role_waiting{{role="{role}"}}') for line in lines)
 
 
-def test_engines_of_both_roles_are_killed_under_load(calm: Routed, expected: Expected) -> None:  # noqa: F811
-    kill_under_load(calm, expected, 4, seed=3)
+def test_engines_of_both_roles_are_killed_under_load(calm: Routed, answers: Expected) -> None:
+    kill_under_load(calm, answers, 4, seed=3)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_role_without_engines_is_played_by_the_other(
-    calm: Routed, expected: Expected, role: str  # noqa: F811
+    calm: Routed,
+    answers: Expected,
+    role: str,
 ) -> None:
     """All engines of a role die at once, and again, while clients ask."""
-    with Load(calm, expected) as load:
+    with Load(calm, answers) as load:
         for _ in range(2):
             victims = [worker["pid"] for worker in roles(calm, role) if worker["pid"]]
             for pid in victims:
@@ -128,8 +125,8 @@ def test_a_prefill_engine_that_dies_or_hangs_in_the_middle(calm: Routed, checkpo
         calm.until_up()
 
 
-def test_draining_each_role_loses_nothing(calm: Routed, expected: Expected) -> None:  # noqa: F811
-    with Load(calm, expected, clients=4) as load:
+def test_draining_each_role_loses_nothing(calm: Routed, answers: Expected) -> None:
+    with Load(calm, answers, clients=4) as load:
         for role in ("prefill", "decode"):
             worker = roles(calm, role)[0]
             assert calm.client.post(f"/workers/{worker['id']}/drain").json()["state"] == "draining"

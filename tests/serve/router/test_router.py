@@ -550,9 +550,11 @@ def test_the_command_line_starts_what_it_is_told(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(target, lambda *a, module=module, **k: started.append((module, a, k)))
     for arguments in ([], ["--dp", "3"]):
         assert CliRunner().invoke(cli, ["serve", str(tmp_path), *arguments]).exit_code == 0
+    for wrong in ("--prefill-engines 2", "--decode-engines 1", "--prefill-engines 1 --decode-engines 1 --dp 2"):
+        assert CliRunner().invoke(cli, ["serve", str(tmp_path), *wrong.split()]).exit_code != 0
     defaults = {"access": Access(), "limits": Limits(), "options": EngineOptions()}
     common = (tmp_path, "127.0.0.1", 8000, None)
-    assert started == [("app", common, defaults), ("router.app", common, {"engines": 3, **defaults})]
+    assert started == [("app", common, defaults), ("router.app", common, {"engines": 3, "prefill": 0, **defaults})]
     given = (
         "--exact --speculative 2 --max-batch 8 --cache-tokens 999 --host-cache-mb 3 --max-requests 4 --max-samples 5"
     )
