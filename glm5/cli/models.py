@@ -150,6 +150,9 @@ def serve(
     ] = [],  # noqa: B006
     dp: Annotated[int, typer.Option(min=1, help="Engine processes; a router keeps each session on one.")] = 1,
     tp: Annotated[int, typer.Option(min=1, help="Processes (devices) per engine; each has a part of every layer.")] = 1,
+    expert_parallel: Annotated[
+        bool, typer.Option("--expert-parallel", help="Divide the experts among the --dp engines, which step together.")
+    ] = False,
     prefill_engines: Annotated[
         int, typer.Option(min=0, help="Engine processes that only read prompts, for --decode-engines.")
     ] = 0,
@@ -199,6 +202,7 @@ def serve(
         graphs,
         quantize,
         cache_dtype,
+        dp if expert_parallel else 1,
     )
     limits = Limits(
         body_bytes=max_body_mb << 20,
@@ -211,6 +215,8 @@ def serve(
     )
     if bool(prefill_engines) != bool(decode_engines) or (prefill_engines and dp > 1):
         raise UsageError("Give both --prefill-engines and --decode-engines, and no --dp; or neither.")
+    if expert_parallel and dp == 1:
+        raise UsageError("--expert-parallel divides the experts among several engines; give --dp too.")
     engines = prefill_engines + decode_engines or dp
     if engines == 1:
         from glm5.serve.app import run

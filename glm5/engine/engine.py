@@ -161,16 +161,27 @@ class Engine:
         device: str = AUTO,
         chat_template: str | None = None,
         tp: int = 1,
+        ep: int = 1,
+        ep_rank: int = 0,
+        ep_meeting: str = "",
         quantize: str | None = None,
         **options: Any,
     ) -> Engine:
         """Load the model and, if the directory has one, the tokenizer. `device` goes to `choose_device`,
         `chat_template` to `Tokenizer.load`, `options` to the constructor. `tp` processes divide every layer (see
-        `tensor_parallel.TpEngine`); `close` ends them. `quantize` names a scheme whose rounding is done
+        `tensor_parallel.TpEngine`); `close` ends them. With `ep`, this is engine `ep_rank` of so many that divide the
+        experts (see `expert_parallel`). `quantize` names a scheme whose rounding is done
         while loading ("int8", "int4", "fp8"; see `quant.in_place`). On CPUs and GPUs, integer matrices of checkpoints
         with int8 activations stay integers."""
         directory = Path(path)
         tokenizer = Tokenizer.load(directory, chat_template) if (directory / "tokenizer.json").exists() else None
+        if ep > 1:
+            if tp > 1 or quantize is not None:
+                raise EngineError("--expert-parallel goes without --tp and --quantize; leave one out.")
+            from glm5.engine.expert_parallel import ExpertParallelEngine
+
+            options.pop("graphs", None)
+            return ExpertParallelEngine.start(directory, tokenizer, ep_rank, ep, ep_meeting, dtype, device, **options)
         if tp > 1:
             if options.get("cache_dtype") is not None:
                 raise EngineError("An int8 cache (--cache-dtype) needs an engine of one process; leave out --tp.")

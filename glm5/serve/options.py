@@ -54,6 +54,9 @@ class EngineOptions:
         device: "auto" (CUDA, then another accelerator, then the CPU), "cpu", or a name such as "cuda:1". With `tp`,
             names may be divided by commas, one per rank.
         tp: processes over which every layer is divided.
+        ep: engines of a router among which the experts are divided.
+        ep_rank: the number of this engine among them; its process sets it.
+        ep_meeting: the file by which they find each other; their router sets it.
         graphs: capture decoding on a CUDA device as CUDA graphs; not with `tp`.
         quantize: "int8", "int4" or "fp8" rounds weights while loading, and later ones (see `glm5.quant.in_place`).
         cache_dtype: "int8" keeps latents and index keys in int8; None in `dtype`.
@@ -71,3 +74,6 @@ class EngineOptions:
     graphs: bool = True
     quantize: str | None = None
     cache_dtype: str | None = None
+    ep: int = 1
+    ep_rank: int = 0
+    ep_meeting: str = ""

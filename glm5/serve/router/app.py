@@ -37,6 +37,7 @@ from glm5.serve.metrics import CONTENT_TYPE
 from glm5.serve.options import EngineOptions, Limits
 from glm5.serve.router.affinity import affinity_of
 from glm5.serve.router.control import expositions, tell_all
+from glm5.serve.router.expert_pool import ExpertPool
 from glm5.serve.router.metrics import RouterMetrics
 from glm5.serve.router.pool import WorkerPool
 from glm5.serve.router.process import WorkerJob
@@ -177,13 +178,16 @@ def run(
         raise UsageError(f"A server needs at least one engine, not {engines}.")
     if not 0 <= prefill < engines:
         raise UsageError(f"Of {engines} engines {prefill} cannot be for prefill: one must decode.")
+    if options is not None and options.ep not in (1, engines):
+        raise UsageError(f"The experts must be divided among all {engines} engines, not {options.ep}.")
     if prefill:
         check_pages(Path(directory), (options or EngineOptions()).tp)
     # A request takes two connections here: one of the client and one to a worker.
     hosts, limits = hosts_answered(host, api_key, access), fitted(limits or Limits(), 2, RESERVED_FILES + 8 * engines)
     job = WorkerJob(str(directory), "", model_name, limits, options or EngineOptions())
     with bind(host, port) as listener, contextlib.suppress(KeyboardInterrupt):
-        pool = WorkerPool(engines, job, patience, prefill=prefill)
+        kind = ExpertPool if job.options.ep > 1 else WorkerPool
+        pool = kind(engines, job, patience, prefill=prefill)
         asyncio.run(_serve(pool, limits, listener, api_key, access, hosts))
 
 
