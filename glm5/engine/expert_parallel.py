@@ -184,7 +184,7 @@ class ExpertParallelEngine(Engine):
         except (EngineError, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:
-            text = f"An engine of the group is lost ({_short(error)}); all of them must start again."
+            text = f"A pass of the group failed ({_short(error)}); all its engines must start again."
             self._failed = text
             log.error("%s", text)
             for act in self._acts:
@@ -214,4 +214,5 @@ def _backend(device: torch.device) -> str:
 
 
 def _short(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:300]
+    said = (str(error).splitlines() or [""])[0].partition(" This is typically")[0]  # advice of gloo
+    return f"{type(error).__name__}: {said}"[:300]
