@@ -167,6 +167,8 @@ def serve(
     max_batch: Annotated[int, typer.Option(min=1, help="Engine: maximum samples per step.")] = 64,
     cache_tokens: Annotated[int | None, typer.Option(min=1, help="Engine: tokens in the cache.")] = None,
     host_cache_mb: Annotated[int, typer.Option(min=0, help="Engine: host memory for prefixes, in MiB.")] = 0,
+    disk_cache: Annotated[Path | None, typer.Option(help="Engine: folder for prefixes on disk.")] = None,
+    disk_cache_mb: Annotated[int, typer.Option(min=1, help="Engine: the most MiB of --disk-cache.")] = 1024,
     device: Device = "auto",
     graphs: Annotated[bool, typer.Option(help="Engine: CUDA graphs of decoding, on CUDA devices.")] = True,
     dtype: Annotated[Dtype, typer.Option(help="Engine: type of weights and cache.")] = Dtype.float32,
@@ -202,6 +204,8 @@ def serve(
         graphs,
         quantize,
         cache_dtype,
+        None if disk_cache is None else str(disk_cache),
+        disk_cache_mb << 20,
         dp if expert_parallel else 1,
     )
     limits = Limits(

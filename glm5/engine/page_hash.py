@@ -23,6 +23,7 @@ from glm5.parallel.tensor import division_of
 if TYPE_CHECKING:
     from glm5.engine.engine import Engine
 
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SAMPLE = 16
 """Elements at both ends of every tensor that a fingerprint includes."""
 
@@ -31,8 +32,7 @@ SAMPLE = 16
 def fingerprint(engine: Engine) -> str:
     """The same for two engines whose pages for the same tokens are the same: equal cache, numerical mode and weights.
 
-    Of every weight it reads some elements only: training changes practically all of them. Two checkpoints that differ
-    only elsewhere must differ in their version.
+    Of every tensor it includes the sum of all elements' bits, which is the same on every device, and some elements.
     """
     found, pool, division = blake2b(digest_size=16), engine.pool, division_of(engine.model)
     ranks = 1 if division is None else division.world
@@ -42,8 +42,10 @@ def fingerprint(engine: Engine) -> str:
     weights = [tensor for _, tensor in sorted(engine.model.state_dict().items()) if not tensor.is_meta]
     weights += [t for module in engine.model.modules() for held in held_integers(module) for t in held.tensors]
     flat = [tensor.detach().reshape(-1) for tensor in weights]
-    samples = torch.cat([end.double() for one in flat for end in (one[:SAMPLE], one[-SAMPLE:])])
-    found.update(on_host(samples).numpy().tobytes())
+    ends = torch.cat([end.double() for one in flat for end in (one[:SAMPLE], one[-SAMPLE:])])
+    sums = torch.stack([one.view(INTEGERS[one.element_size()]).sum(dtype=torch.int64) for one in flat])
+    for part in on_host([ends, sums]):
+        found.update(part.numpy().tobytes())
     return found.hexdigest()
 
 

@@ -14,9 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
 from glm5.errors import EngineError
 
 if TYPE_CHECKING:
@@ -50,11 +47,8 @@ def cache_of(engine: Engine) -> RadixCache:
 def export(engine: Engine, namespace: str, ids: Sequence[int], first: int) -> Sheaf:
     """The pages of a prompt that the engine has by now, from page number `first` on. In the engine's thread."""
     radix = cache_of(engine)
-    contents = radix.dump(namespace, ids, first)
-    if any(isinstance(page, Tensor) for page in contents):
-        torch.accelerator.synchronize()  # the copies to the host
-    whole = [page.numpy().tobytes() if isinstance(page, Tensor) else page for page in contents]
-    return Sheaf(first, whole, radix.fingerprint, engine.weight_version)
+    contents = [engine.pool.to_bytes(page) for page in radix.dump(namespace, ids, first)]
+    return Sheaf(first, contents, radix.fingerprint, engine.weight_version)
 
 
 def adopt(engine: Engine, namespace: str, ids: Sequence[int], sheaf: Sheaf) -> int:

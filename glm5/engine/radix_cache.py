@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from glm5.engine.kv_pool import PAGE, KVPool
+from glm5.engine.page_files import PageFiles
+from glm5.engine.page_hash import next_link, root_link
 
 
 @dataclass(eq=False)
@@ -31,6 +33,7 @@ class Node:
     digest: bytes = b""
     used: int = 0
     namespace: str = ""  # only set for a root
+    link: bytes = b""  # see `page_hash`; set at first use
     children: dict[tuple[int, ...], Node] = field(default_factory=dict)
 
 
@@ -47,15 +50,22 @@ class RadixCache:
     """Prefixes of earlier sequences, by namespace. Sequences of different namespaces never share a page.
 
     `host_bytes` is the size of the host store for evicted pages; with 0 they are dropped. Counters: `hit_tokens`; pages
-    `spilled` to the store and `restored` from it; `damaged` pages, which failed the hash check and counted as a miss.
+    `spilled` to the store and `restored` from it; `damaged` pages, which failed the hash check and counted as a miss;
+    pages `from_files`.
     """
 
-    def __init__(self, pool: KVPool, host_bytes: int = 0, identity: Callable[[], str] = lambda: "") -> None:
-        """`identity` gives the present `fingerprint`."""
-        self.pool = pool
+    def __init__(
+        self,
+        pool: KVPool,
+        host_bytes: int = 0,
+        identity: Callable[[], str] = lambda: "",
+        files: PageFiles | None = None,
+    ) -> None:
+        """`identity` gives the present `fingerprint`. Whole pages are also written to `files`."""
+        self.pool, self.files = pool, files
         self._identity, self._fingerprint = identity, ""
         self.host_bytes = host_bytes
-        self.hit_tokens = self.spilled = self.restored = self.damaged = 0
+        self.hit_tokens = self.spilled = self.restored = self.damaged = self.from_files = 0
         self._roots: dict[str, Node] = {}
         self._clock = 0
         self._oldest: list[tuple[int, int, Node]] = []  # nodes by last use; entries may be stale
@@ -82,10 +92,10 @@ class RadixCache:
 
     def match(self, namespace: str, tokens: Sequence[int]) -> Match:
         """The longest cached prefix of `tokens`. The caller gets a reference to each page of the result."""
-        node, found = self._roots.get(namespace), Match([], 0)
+        node, found = self._root(namespace), Match([], 0)
         while node is not None and found.length < len(tokens):
             key = tuple(tokens[found.length : found.length + PAGE])
-            child = node.children.get(key) if len(key) == PAGE else None
+            child = node.children.get(key) or self._from_file(node, key) if len(key) == PAGE else None
             if child is None:
                 self._match_part(node, key, found)
                 break
@@ -98,6 +108,36 @@ class RadixCache:
             found.length += PAGE
             node = child
         return found
+
+    def _root(self, namespace: str) -> Node | None:
+        """The root of a namespace; a new one, which is not kept without children, if files may have its pages."""
+        found = self._roots.get(namespace)
+        return Node((), None, namespace=namespace) if found is None and self.files is not None else found
+
+    def _link(self, node: Node) -> bytes:
+        if not node.link:
+            if node.parent is None:
+                node.link = root_link(self.fingerprint, node.namespace)
+            else:
+                node.link = next_link(self._link(node.parent), node.tokens)
+        return node.link
+
+    def _from_file(self, parent: Node, key: tuple[int, ...]) -> Node | None:
+        """The node of a page that only a file has, now stored in host memory too."""
+        if self.files is None:
+            return None
+        data = self.files.get(next_link(self._link(parent), key), self.pool.page_bytes())
+        if data is None or not self.pool.available:
+            return None
+        node = parent.children[key] = Node(key, parent, stored=data, digest=_hash(data))
+        root = parent
+        while root.parent is not None:
+            root = root.parent
+        self._roots[root.namespace] = root
+        self._host[node] = None
+        self._host_used += len(data)
+        self.from_files += 1
+        return node
 
     def _match_part(self, node: Node, key: tuple[int, ...], found: Match) -> None:
         """Copy the child page that shares the longest prefix with `key`."""
@@ -135,6 +175,8 @@ class RadixCache:
                 child.page = page
                 self.pool.pin(page)
                 self._tokens += len(key)
+                if self.files is not None and len(key) == PAGE and self._link(child) not in self.files:
+                    self.files.put(child.link, self.pool.to_bytes(self.pool.dump(page, PAGE)))
             self._touch(child)
             node = child
 
@@ -147,15 +189,24 @@ class RadixCache:
     def known(self, namespace: str, tokens: Sequence[int]) -> tuple[int, int]:
         """How many whole pages of a prefix of `tokens` are cached, in the pool or stored; and the length of the prefix
         that is cached."""
-        node, pages = self._roots.get(namespace), 0
+        node, pages = self._root(namespace), 0
         while node is not None:
             key = tuple(tokens[pages * PAGE : (pages + 1) * PAGE])
             child = node.children.get(key) if len(key) == PAGE else None
             if child is None:
                 partly = max((common_prefix(one.tokens, key) for one in node.children.values()), default=0)
-                return pages, pages * PAGE + partly
+                more = 0 if self.files is None else self._in_files(self._link(node), tokens[pages * PAGE :])
+                return pages + more, pages * PAGE + max(partly, more * PAGE)
             node, pages = child, pages + 1
         return pages, pages * PAGE
+
+    def _in_files(self, link: bytes, tokens: Sequence[int]) -> int:
+        """How many whole pages after the one with `link` have files."""
+        for number in range(len(tokens) // PAGE):
+            link = next_link(link, tokens[number * PAGE : (number + 1) * PAGE])
+            if self.files is None or link not in self.files:
+                return number
+        return len(tokens) // PAGE
 
     def dump(self, namespace: str, tokens: Sequence[int], first: int) -> list[bytes | Tensor]:
         """The contents (see `KVPool.dump`) of the cached pages of `tokens` from page number `first` on. The last page
@@ -200,6 +251,8 @@ class RadixCache:
                 self._forget(child)
         self._oldest.clear()
         self._fingerprint = ""
+        if self.files is not None:
+            self.files.clear()
 
     def _touch(self, node: Node) -> None:
         self._clock += 1

@@ -48,6 +48,8 @@ class EngineOptions:
         speculative: tokens that the MTP layer drafts per step.
         cache_tokens: size of the cache; None lets the engine choose.
         host_cache_bytes: bytes of host memory for evicted prefixes.
+        disk_cache: folder for prefixes on disk, or None; engines of a router take folders in it.
+        disk_cache_bytes: the most bytes of it.
         max_batch: maximum samples per step.
         dtype: of weights and cache; "bfloat16" takes half the memory of "float32" and less time.
         chat_template: a version such as "5.2" or the path of a Jinja file; None uses the checkpoint's template.
@@ -74,6 +76,8 @@ class EngineOptions:
     graphs: bool = True
     quantize: str | None = None
     cache_dtype: str | None = None
+    disk_cache: str | None = None
+    disk_cache_bytes: int = 1 << 30
     ep: int = 1
     ep_rank: int = 0
     ep_meeting: str = ""

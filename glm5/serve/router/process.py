@@ -82,7 +82,9 @@ def _serve(job: WorkerJob, control: TextIO) -> None:
     tp = job.options.tp
     devices = [choose_device(job.options.device, job.number * tp + rank) for rank in range(tp)]
     make_current(devices[0])
-    options = replace(job.options, device=",".join(map(str, devices)), ep_rank=job.number)
+    disk = job.options.disk_cache
+    disk = disk and str(Path(disk) / f"engine-{job.number}")
+    options = replace(job.options, disk_cache=disk, device=",".join(map(str, devices)), ep_rank=job.number)
     app = load_app(Path(job.directory), limits, options, model_name=job.model_name, **access)
     app.state.service.thread.engine.weight_version = job.version
     with bind(job.host, 0) if job.host else socket.socket(socket.AF_UNIX) as listener:
