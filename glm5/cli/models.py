@@ -159,6 +159,12 @@ def serve(
     decode_engines: Annotated[
         int, typer.Option(min=0, help="Engine processes that generate; prompts come from --prefill-engines.")
     ] = 0,
+    prefill_url: Annotated[
+        list[str], typer.Option(help="Server of the same model that reads prompts for this one; repeatable.")
+    ] = [],  # noqa: B006
+    prefill_key_file: Annotated[
+        Path | None, typer.Option(help="File with its admin key, or its API key; or GLM5_PREFILL_KEY.")
+    ] = None,
     prefill_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens not in the cache from which a prompt goes to a prefill engine.")
     ] = 256,
@@ -187,9 +193,10 @@ def serve(
     """Serve OpenAI, Anthropic and SGLang requests, and a chat page."""
     from glm5.serve.access import Access
     from glm5.serve.keys import find_key
-    from glm5.serve.options import EngineOptions, Limits
+    from glm5.serve.options import EngineOptions, Limits, PrefillServers
 
     key = find_key("api", api_key, api_key_file)
+    servers = PrefillServers(tuple(prefill_url), find_key("prefill", None, prefill_key_file) or "")
     access = Access(find_key("admin", None, admin_key_file), tuple(allowed_origin), tuple(trusted_proxy))
     options = EngineOptions(
         exact,
@@ -225,7 +232,7 @@ def serve(
     if engines == 1:
         from glm5.serve.app import run
 
-        run(model, host, port, key, access=access, limits=limits, options=options)
+        run(model, host, port, key, access=access, limits=limits, options=options, prefill_servers=servers)
     else:
         from glm5.serve.router.app import run as route
 
@@ -239,6 +246,7 @@ def serve(
             prefill=prefill_engines,
             limits=limits,
             options=options,
+            prefill_servers=servers,
         )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from glm5.errors import UsageError
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -36,6 +38,21 @@ class Limits:
     request_seconds: float = 1800.0
     stop_seconds: float = 10.0
     prefill_tokens: int = 256
+
+
+@dataclass(frozen=True)
+class PrefillServers:
+    """Servers on other machines that read prompts for this one: their URLs, and their admin key."""
+
+    urls: tuple[str, ...] = ()
+    key: str = ""
+
+    def __post_init__(self) -> None:
+        for url in self.urls:
+            if not url.startswith(("http://", "https://")):
+                raise UsageError(
+                    f"{url!r:.80} is not the URL of a server that prefills; give one like http://host:8000."
+                )
 
 
 @dataclass(frozen=True)

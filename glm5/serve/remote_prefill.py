@@ -26,6 +26,7 @@ from glm5.serve.access import PREFILL_PATH
 from glm5.serve.engine_thread import EngineThread
 from glm5.serve.http_client import HttpClient
 from glm5.serve.metrics import Metrics
+from glm5.serve.options import PrefillServers
 from glm5.serve.samples import Part
 
 log = get_logger("serve")
@@ -52,17 +53,18 @@ class Wanted:
 
 
 class RemotePrefill:
-    """Fetches prompts from prefill engines. `least` is the number of missing tokens from which it does; fewer are
-    computed here. Belongs to one event loop."""
+    """Fetches prompts from prefill engines: those that a router names, then the `servers`. `least` is the number of
+    missing tokens from which it does; fewer are computed here. Belongs to one event loop."""
 
-    def __init__(self, thread: EngineThread, metrics: Metrics, least: int) -> None:
-        self._thread, self._metrics, self._least = thread, metrics, max(1, least)
+    def __init__(self, thread: EngineThread, metrics: Metrics, least: int, servers: PrefillServers) -> None:
+        self._thread, self._metrics, self._least, self._servers = thread, metrics, max(1, least), servers
         self._clients: dict[str, HttpClient] = {}
         self._load: Counter[str] = Counter()
 
     async def bring(self, parts: Sequence[Part], addresses: Sequence[str]) -> list[Part]:
         """Fetch the prompts of `parts` from engines at Unix sockets or URLs, the preferred one first. Returns the parts
         with the number of tokens that were computed elsewhere. Raises only what the engine's thread raises."""
+        addresses = [*addresses, *self._servers.urls]
         if not addresses:
             return list(parts)
         return list(await asyncio.gather(*(self._bring(part, addresses) for part in parts)))
@@ -86,6 +88,8 @@ class RemotePrefill:
                 return replace(part, computed=computed)
             except (OSError, PageError, ValueError) as error:
                 log.warning("The prefill engine %s failed, others do its work: %s", address, _short(error))
+                if (client := self._clients.pop(address, None)) is not None:
+                    client.close()  # an engine that takes its place has another address
             finally:
                 self._load[address] -= 1
 
@@ -146,8 +150,11 @@ class RemotePrefill:
 
     def _client(self, address: str) -> HttpClient:
         if address not in self._clients:
-            unix = address if address.startswith("/") else None
-            self._clients[address] = HttpClient("http://worker" if unix else address, unix=unix)
+            if address.startswith("/"):
+                self._clients[address] = HttpClient("http://worker", unix=address)
+            else:
+                key = {"authorization": f"Bearer {self._servers.key}"} if self._servers.key else {}
+                self._clients[address] = HttpClient(address, key)
         return self._clients[address]
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -210,8 +211,9 @@ class Service(TextService):
     async def _submit(self, request: Request, parts: list[Part]) -> Stream:
         began = time.monotonic()
         named = request.headers.get(PREFILL_HEADER) if self.trusted else None
-        if named:
-            parts = await self.prefill.bring(parts, named.split(","))
+        with contextlib.suppress(TimeoutError):  # which the submission notices
+            async with asyncio.timeout(self.limits.request_seconds):
+                parts = await self.prefill.bring(parts, named.split(",") if named else ())
         return await self.thread.submit_all(parts, deadline=self.limits.request_seconds, began=began)
 
     async def score(

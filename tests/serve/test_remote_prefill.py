@@ -20,12 +20,13 @@ from glm5.chat.tokenizer import Tokenizer
 from glm5.engine import page_transfer
 from glm5.engine.engine import Engine
 from glm5.engine.kv_pool import PAGE
+from glm5.errors import UsageError
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.records import SamplingParams
 from glm5.serve import remote_prefill
-from glm5.serve.access import PREFILL_HEADER, PREFILL_PATH
+from glm5.serve.access import PREFILL_HEADER, PREFILL_PATH, Access
 from glm5.serve.app import create_app
-from glm5.serve.options import Limits
+from glm5.serve.options import Limits, PrefillServers
 
 TEXT = "a few words that come again and again. " * 12
 GREEDY = {"max_new_tokens": 6, "temperature": 0.0}
@@ -136,6 +137,29 @@ def test_other_weights_are_refused(ask: Ask, address: str, model: GLM5ForCausalL
     ids, _, metrics = ask(address)
     assert ids == want and metrics.prefill_tokens == 0 and metrics.prefill_fallbacks == 1
     assert all(bool((model.state_dict()[k] == v).all()) for k, v in kept.items())
+
+
+def test_a_server_on_another_machine_reads_prompts(
+    model: GLM5ForCausalLM, tokenizer: Tokenizer, expected: list[int]
+) -> None:
+    """With its key; without, this server does all itself."""
+    far = create_app(Engine(model, tokenizer), tokenizer, model_name="nano", api_key="k", access=Access("boss"))
+    server = Server(far, None)
+    try:
+        for key, fallbacks in (("boss", 0), ("k", 1)):
+            servers = PrefillServers((server.address,), key)
+            limits = Limits(prefill_tokens=PAGE)
+            app = create_app(Engine(model, tokenizer), tokenizer, model_name="nano", limits=limits, prefill=servers)
+            with TestClient(app) as client:
+                answer = client.post("/generate", json={"text": TEXT, "sampling_params": GREEDY}).json()
+                assert answer["output_ids"] == expected
+                metrics = app.state.service.metrics
+                assert (metrics.prefill_tokens > 0, metrics.prefill_fallbacks) == (not fallbacks, fallbacks)
+                assert "boss" not in client.get("/get_server_info").text
+    finally:
+        server.close()
+    with pytest.raises(UsageError, match="not the URL"):
+        PrefillServers(("somewhere",))
 
 
 def test_clients_cannot_name_engines(model: GLM5ForCausalLM, tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from glm5.serve.connection import RESERVED_FILES, Server, ServerConfig, address_
 from glm5.serve.errors import HANDLED, ApiError, Stopping, on_error
 from glm5.serve.http_io import read_body
 from glm5.serve.metrics import CONTENT_TYPE
-from glm5.serve.options import EngineOptions, Limits
+from glm5.serve.options import EngineOptions, Limits, PrefillServers
 from glm5.serve.router.affinity import affinity_of
 from glm5.serve.router.control import expositions, tell_all
 from glm5.serve.router.expert_pool import ExpertPool
@@ -165,6 +165,7 @@ def run(
     limits: Limits | None = None,
     options: EngineOptions | None = None,
     patience: Patience | None = None,
+    prefill_servers: PrefillServers | None = None,
 ) -> None:
     """Serve a checkpoint directory with several engine processes until interrupted; port 0 is any free port. Prints the
     address when all are ready. The first `prefill` of the engines read prompts for the others.
@@ -180,11 +181,14 @@ def run(
         raise UsageError(f"Of {engines} engines {prefill} cannot be for prefill: one must decode.")
     if options is not None and options.ep not in (1, engines):
         raise UsageError(f"The experts must be divided among all {engines} engines, not {options.ep}.")
+    if prefill and options is not None and options.ep > 1:
+        raise UsageError("--expert-parallel goes without --prefill-engines; leave one out.")
     if prefill:
         check_pages(Path(directory), (options or EngineOptions()).tp)
     # A request takes two connections here: one of the client and one to a worker.
     hosts, limits = hosts_answered(host, api_key, access), fitted(limits or Limits(), 2, RESERVED_FILES + 8 * engines)
-    job = WorkerJob(str(directory), "", model_name, limits, options or EngineOptions())
+    servers = prefill_servers or PrefillServers()
+    job = WorkerJob(str(directory), "", model_name, limits, options or EngineOptions(), prefill=servers)
     with bind(host, port) as listener, contextlib.suppress(KeyboardInterrupt):
         kind = ExpertPool if job.options.ep > 1 else WorkerPool
         pool = kind(engines, job, patience, prefill=prefill)
