@@ -5,7 +5,7 @@ moment of the machine hits both. Short requests come from clients that ask again
 the same ones for both. Prints JSON: quantiles of the time to the first token and of the time per token over all
 requests of all rounds, and the lowest and highest p99 of a round.
 
-    python benchmarks/prefill_decode.py [--model DIR] [--rounds N] [--seconds S]
+    python benchmarks/prefill_decode.py [--model DIR] [--rounds N] [--seconds S] [--long N] [--every S]
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ KINDS = {"2 plain": ["--dp", "2"], "1 prefill + 1 decode": ["--prefill-engines",
 SHORT, ANSWER, CLIENTS = 32, 64, 4
 LONG, FEW, EVERY = 3000, 8, 1.5
 """Tokens of short prompts and of their answers, and clients that send them; tokens of long prompts and of their
-answers, and the mean of the seconds between two of them."""
+answers, and the mean of the seconds between two of them. Long prompts do not wait for each other, so a machine that is
+too slow for them needs another `--long` or `--every`."""
 Times = dict[str, list[float]]
 
 
@@ -70,8 +71,8 @@ async def ask(client: httpx.AsyncClient, ids: list[int], tokens: int, session: s
     return times[0] - began, [b - a for a, b in itertools.pairwise(times)]
 
 
-async def mixed(url: str, seconds: float, seed: int) -> Times:
-    """One round of the load."""
+async def mixed(url: str, seconds: float, seed: int, long: int, every: float) -> Times:
+    """One round of the load, with prompts of `long` tokens every so many seconds."""
     found: Times = defaultdict(list)
     end = time.perf_counter() + seconds
     async with httpx.AsyncClient(base_url=url, timeout=300, trust_env=False) as client:
@@ -90,8 +91,8 @@ async def mixed(url: str, seconds: float, seed: int) -> Times:
 
         chance, tasks = random.Random(f"{seed} long"), [asyncio.ensure_future(chat(n)) for n in range(CLIENTS)]
         while time.perf_counter() < end:
-            await asyncio.sleep(chance.expovariate(1 / EVERY))
-            ids = [chance.randrange(256) for _ in range(LONG)]
+            await asyncio.sleep(chance.expovariate(1 / every))
+            ids = [chance.randrange(256) for _ in range(long)]
             tasks.append(asyncio.ensure_future(read(ids, f"long {len(tasks)}")))
         await asyncio.gather(*tasks)
     return found
@@ -107,7 +108,10 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="checkpoint; default: a random tiny one")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--long", type=int, default=LONG, help="tokens of long prompts")
+    parser.add_argument("--every", type=float, default=EVERY, help="mean seconds between two of them")
     given = parser.parse_args()
+    load = (given.long, given.every)
     rounds: dict[str, list[Times]] = {kind: [] for kind in KINDS}
     with tempfile.TemporaryDirectory() as scratch:
         model = given.model or random_model(Path(scratch) / "tiny")
@@ -115,14 +119,14 @@ def main() -> None:
         try:
             for kind, options in KINDS.items():
                 servers[kind] = Server(model, options)
-                asyncio.run(mixed(servers[kind].url, 3.0, -1))  # not counted
+                asyncio.run(mixed(servers[kind].url, 3.0, -1, *load))  # not counted
             for number in range(given.rounds):
                 for kind in list(KINDS)[:: 1 if number % 2 else -1]:
-                    rounds[kind].append(asyncio.run(mixed(servers[kind].url, given.seconds, number)))
+                    rounds[kind].append(asyncio.run(mixed(servers[kind].url, given.seconds, number, *load)))
         finally:
             for server in servers.values():
                 server.close()
-    shown: dict[str, Any] = {"cores": os.cpu_count(), "load": os.getloadavg(), "rounds": given.rounds}
+    shown: dict[str, Any] = {"cores": os.cpu_count(), "load": os.getloadavg(), "rounds": given.rounds, "long": load}
     for kind, found in rounds.items():
         for what in sorted({name for one in found for name in one}):
             all_of = [value for one in found for value in one[what]]
