@@ -150,11 +150,31 @@ def serve(
     ] = [],  # noqa: B006
     dp: Annotated[int, typer.Option(min=1, help="Engine processes; a router keeps each session on one.")] = 1,
     tp: Annotated[int, typer.Option(min=1, help="Processes (devices) per engine; each has a part of every layer.")] = 1,
+    expert_parallel: Annotated[
+        bool, typer.Option("--expert-parallel", help="Divide the experts among the --dp engines, which step together.")
+    ] = False,
+    prefill_engines: Annotated[
+        int, typer.Option(min=0, help="Engine processes that only read prompts, for --decode-engines.")
+    ] = 0,
+    decode_engines: Annotated[
+        int, typer.Option(min=0, help="Engine processes that generate; prompts come from --prefill-engines.")
+    ] = 0,
+    prefill_url: Annotated[
+        list[str], typer.Option(help="Server of the same model that reads prompts for this one; repeatable.")
+    ] = [],  # noqa: B006
+    prefill_key_file: Annotated[
+        Path | None, typer.Option(help="File with its admin key, or its API key; or GLM5_PREFILL_KEY.")
+    ] = None,
+    prefill_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens not in the cache from which a prompt goes to a prefill engine.")
+    ] = 256,
     exact: Annotated[bool, typer.Option("--exact/--fast", help="Engine: bitwise reproducible, or fast.")] = False,
     speculative: Annotated[int, typer.Option(min=0, help="Engine: tokens the MTP layer drafts per step.")] = 0,
     max_batch: Annotated[int, typer.Option(min=1, help="Engine: maximum samples per step.")] = 64,
     cache_tokens: Annotated[int | None, typer.Option(min=1, help="Engine: tokens in the cache.")] = None,
     host_cache_mb: Annotated[int, typer.Option(min=0, help="Engine: host memory for prefixes, in MiB.")] = 0,
+    disk_cache: Annotated[Path | None, typer.Option(help="Engine: folder for prefixes on disk.")] = None,
+    disk_cache_mb: Annotated[int, typer.Option(min=1, help="Engine: the most MiB of --disk-cache.")] = 1024,
     device: Device = "auto",
     graphs: Annotated[bool, typer.Option(help="Engine: CUDA graphs of decoding, on CUDA devices.")] = True,
     dtype: Annotated[Dtype, typer.Option(help="Engine: type of weights and cache.")] = Dtype.float32,
@@ -173,9 +193,10 @@ def serve(
     """Serve OpenAI, Anthropic and SGLang requests, and a chat page."""
     from glm5.serve.access import Access
     from glm5.serve.keys import find_key
-    from glm5.serve.options import EngineOptions, Limits
+    from glm5.serve.options import EngineOptions, Limits, PrefillServers
 
     key = find_key("api", api_key, api_key_file)
+    servers = PrefillServers(tuple(prefill_url), find_key("prefill", None, prefill_key_file) or "")
     access = Access(find_key("admin", None, admin_key_file), tuple(allowed_origin), tuple(trusted_proxy))
     options = EngineOptions(
         exact,
@@ -190,6 +211,9 @@ def serve(
         graphs,
         quantize,
         cache_dtype,
+        None if disk_cache is None else str(disk_cache),
+        disk_cache_mb << 20,
+        dp if expert_parallel else 1,
     )
     limits = Limits(
         body_bytes=max_body_mb << 20,
@@ -198,15 +222,32 @@ def serve(
         tokens=max_tokens,
         request_seconds=request_seconds,
         stop_seconds=stop_seconds,
+        prefill_tokens=prefill_tokens,
     )
-    if dp == 1:
+    if bool(prefill_engines) != bool(decode_engines) or (prefill_engines and dp > 1):
+        raise UsageError("Give both --prefill-engines and --decode-engines, and no --dp; or neither.")
+    if expert_parallel and dp == 1:
+        raise UsageError("--expert-parallel divides the experts among several engines; give --dp too.")
+    engines = prefill_engines + decode_engines or dp
+    if engines == 1:
         from glm5.serve.app import run
 
-        run(model, host, port, key, access=access, limits=limits, options=options)
+        run(model, host, port, key, access=access, limits=limits, options=options, prefill_servers=servers)
     else:
         from glm5.serve.router.app import run as route
 
-        route(model, host, port, key, access=access, engines=dp, limits=limits, options=options)
+        route(
+            model,
+            host,
+            port,
+            key,
+            access=access,
+            engines=engines,
+            prefill=prefill_engines,
+            limits=limits,
+            options=options,
+            prefill_servers=servers,
+        )
 
 
 @app.command()

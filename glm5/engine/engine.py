@@ -17,6 +17,8 @@ from glm5.device import AUTO
 from glm5.engine.grammar import Compiled, Grammars
 from glm5.engine.graphs import CudaCapture
 from glm5.engine.kv_pool import PAGE, KVPool, token_bytes
+from glm5.engine.page_files import PageFiles
+from glm5.engine.page_hash import fingerprint
 from glm5.engine.penalties import SamplerState, check_params
 from glm5.engine.radix_cache import RadixCache
 from glm5.engine.request import Request
@@ -51,8 +53,10 @@ class Engine:
 
     The cache holds `cache_tokens` tokens, in pages of latents and indexer keys. `prefix_cache` keeps the pages of
     finished requests for reuse. `host_cache_bytes` is the space in host memory for evicted pages; with 0 they are
-    dropped. `speculative` is the number of tokens that the MTP layer drafts per step, with `exact=False` the largest
-    (see `DraftCount`; the tokens of a seed then depend on measured times); it changes no distribution and no greedy
+    dropped. `disk_cache` is a folder of this engine alone, to which whole pages are written, at most
+    `disk_cache_bytes`; they survive a restart. `speculative` is the number of tokens that the MTP layer drafts per
+    step, with `exact=False` the largest (see `DraftCount`; the tokens of a seed then depend on measured times); it
+    changes no distribution and no greedy
     token. `chunk` bounds the tokens of one step; None is `CHUNK`, and `CHUNK_ON_DEVICE` on an
     accelerator. `overlap` plans the next step while tokens are drawn; on an
     accelerator it is always on. While requests draft it has no effect, because the next plan depends on how many are
@@ -73,6 +77,8 @@ class Engine:
         cache_tokens: int | None = None,
         prefix_cache: bool = True,
         host_cache_bytes: int = 0,
+        disk_cache: str | Path | None = None,
+        disk_cache_bytes: int = 1 << 30,
         speculative: int = 0,
         chunk: int | None = None,
         overlap: bool = False,
@@ -102,6 +108,9 @@ class Engine:
         # A recurrent state cannot be rolled back to the end of a cached prefix.
         self._prefix_cache = prefix_cache and not config.has_recurrent_layers
         self._host_cache_bytes, self._overlap = host_cache_bytes, overlap
+        if disk_cache is not None and not self._prefix_cache:
+            raise EngineError("A cache on disk (--disk-cache) needs a prefix cache; recurrent layers have none.")
+        self._files = None if disk_cache is None else PageFiles(Path(disk_cache), disk_cache_bytes)
         self._capture = partial(CudaCapture, model.device) if graphs and model.device.type == "cuda" else None
         self.weight_version = 0
         self.counts = Counts([0] * self.drafts, [0] * self.drafts)
@@ -115,7 +124,10 @@ class Engine:
     def _build(self) -> None:
         """Pages, prefix cache, scheduler and runner, all empty."""
         self.pool = self._new_pool()
-        self.radix = RadixCache(self.pool, self._host_cache_bytes) if self._prefix_cache else None
+        identity = partial(fingerprint, self)
+        self.radix = (
+            RadixCache(self.pool, self._host_cache_bytes, identity, self._files) if self._prefix_cache else None
+        )
         batch, chunk, drafts = self.max_batch, self.chunk, self.drafts
         self.scheduler = Scheduler(
             self.pool, self.radix, max_batch=batch, chunk=chunk, drafts=drafts, bring_back=drafts > 0
@@ -159,16 +171,27 @@ class Engine:
         device: str = AUTO,
         chat_template: str | None = None,
         tp: int = 1,
+        ep: int = 1,
+        ep_rank: int = 0,
+        ep_meeting: str = "",
         quantize: str | None = None,
         **options: Any,
     ) -> Engine:
         """Load the model and, if the directory has one, the tokenizer. `device` goes to `choose_device`,
         `chat_template` to `Tokenizer.load`, `options` to the constructor. `tp` processes divide every layer (see
-        `tensor_parallel.TpEngine`); `close` ends them. `quantize` names a scheme whose rounding is done
+        `tensor_parallel.TpEngine`); `close` ends them. With `ep`, this is engine `ep_rank` of so many that divide the
+        experts (see `expert_parallel`). `quantize` names a scheme whose rounding is done
         while loading ("int8", "int4", "fp8"; see `quant.in_place`). On CPUs and GPUs, integer matrices of checkpoints
         with int8 activations stay integers."""
         directory = Path(path)
         tokenizer = Tokenizer.load(directory, chat_template) if (directory / "tokenizer.json").exists() else None
+        if ep > 1:
+            if tp > 1 or quantize is not None:
+                raise EngineError("--expert-parallel goes without --tp and --quantize; leave one out.")
+            from glm5.engine.expert_parallel import ExpertParallelEngine
+
+            options.pop("graphs", None)
+            return ExpertParallelEngine.start(directory, tokenizer, ep_rank, ep, ep_meeting, dtype, device, **options)
         if tp > 1:
             if options.get("cache_dtype") is not None:
                 raise EngineError("An int8 cache (--cache-dtype) needs an engine of one process; leave out --tp.")
@@ -178,7 +201,9 @@ class Engine:
         return cls(load_for_inference(directory, dtype, device, quantize), tokenizer, **options)
 
     def close(self) -> None:
-        """End the processes of a tensor-parallel engine. Any other engine has none."""
+        """Write pages that wait for the disk. End the processes of a tensor-parallel engine."""
+        if self._files is not None:
+            self._files.close()
 
     def on_loss(self, act: Callable[[str], None]) -> None:
         """Call `act` with the reason, in another thread, if a process of a tensor-parallel engine ends too early."""
@@ -364,7 +389,9 @@ class Engine:
             "host_bytes": radix.host_used if radix else 0,
             "spilled_pages": radix.spilled if radix else 0,
             "restored_pages": radix.restored if radix else 0,
-            "damaged_pages": radix.damaged if radix else 0,
+            "damaged_pages": (radix.damaged if radix else 0) + (self._files.damaged if self._files else 0),
+            "disk_bytes": self._files.used if self._files else 0,
+            "disk_pages": radix.from_files if radix else 0,
             "preemptions": self.scheduler.preemptions,
             "generated_tokens": self.counts.generated,
             "failed_steps": self.counts.failed_steps,

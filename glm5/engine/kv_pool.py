@@ -122,6 +122,13 @@ class KVPool:
         data = host_memory(sum(part.numel() for part in parts), device)
         return data.copy_(torch.cat(parts), non_blocking=True)
 
+    def to_bytes(self, data: bytes | Tensor) -> bytes:
+        """What `dump` returned, as bytes. Waits for an accelerator's copy."""
+        if isinstance(data, bytes):
+            return data
+        torch.accelerator.synchronize()
+        return data.numpy().tobytes()
+
     def load(self, page: int, tokens: int, data: bytes | Tensor) -> None:
         """Inverse of `dump`. Raises EngineError for `data` of the wrong size."""
         at = 0

@@ -10,12 +10,14 @@ from __future__ import annotations
 import hashlib
 import heapq
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from glm5.engine.kv_pool import PAGE, KVPool
+from glm5.engine.page_files import PageFiles
+from glm5.engine.page_hash import next_link, root_link
 
 
 @dataclass(eq=False)
@@ -31,6 +33,7 @@ class Node:
     digest: bytes = b""
     used: int = 0
     namespace: str = ""  # only set for a root
+    link: bytes = b""  # see `page_hash`; set at first use
     children: dict[tuple[int, ...], Node] = field(default_factory=dict)
 
 
@@ -47,13 +50,22 @@ class RadixCache:
     """Prefixes of earlier sequences, by namespace. Sequences of different namespaces never share a page.
 
     `host_bytes` is the size of the host store for evicted pages; with 0 they are dropped. Counters: `hit_tokens`; pages
-    `spilled` to the store and `restored` from it; `damaged` pages, which failed the hash check and counted as a miss.
+    `spilled` to the store and `restored` from it; `damaged` pages, which failed the hash check and counted as a miss;
+    pages `from_files`.
     """
 
-    def __init__(self, pool: KVPool, host_bytes: int = 0) -> None:
-        self.pool = pool
+    def __init__(
+        self,
+        pool: KVPool,
+        host_bytes: int = 0,
+        identity: Callable[[], str] = lambda: "",
+        files: PageFiles | None = None,
+    ) -> None:
+        """`identity` gives the present `fingerprint`. Whole pages are also written to `files`."""
+        self.pool, self.files = pool, files
+        self._identity, self._fingerprint = identity, ""
         self.host_bytes = host_bytes
-        self.hit_tokens = self.spilled = self.restored = self.damaged = 0
+        self.hit_tokens = self.spilled = self.restored = self.damaged = self.from_files = 0
         self._roots: dict[str, Node] = {}
         self._clock = 0
         self._oldest: list[tuple[int, int, Node]] = []  # nodes by last use; entries may be stale
@@ -72,12 +84,18 @@ class RadixCache:
         """Bytes in the host store."""
         return self._host_used
 
+    @property
+    def fingerprint(self) -> str:
+        """What the contents of pages depend on besides namespace and tokens (see `page_hash`)."""
+        self._fingerprint = self._fingerprint or self._identity()
+        return self._fingerprint
+
     def match(self, namespace: str, tokens: Sequence[int]) -> Match:
         """The longest cached prefix of `tokens`. The caller gets a reference to each page of the result."""
-        node, found = self._roots.get(namespace), Match([], 0)
+        node, found = self._root(namespace), Match([], 0)
         while node is not None and found.length < len(tokens):
             key = tuple(tokens[found.length : found.length + PAGE])
-            child = node.children.get(key) if len(key) == PAGE else None
+            child = node.children.get(key) or self._from_file(node, key) if len(key) == PAGE else None
             if child is None:
                 self._match_part(node, key, found)
                 break
@@ -90,6 +108,36 @@ class RadixCache:
             found.length += PAGE
             node = child
         return found
+
+    def _root(self, namespace: str) -> Node | None:
+        """The root of a namespace; a new one, which is not kept without children, if files may have its pages."""
+        found = self._roots.get(namespace)
+        return Node((), None, namespace=namespace) if found is None and self.files is not None else found
+
+    def _link(self, node: Node) -> bytes:
+        if not node.link:
+            if node.parent is None:
+                node.link = root_link(self.fingerprint, node.namespace)
+            else:
+                node.link = next_link(self._link(node.parent), node.tokens)
+        return node.link
+
+    def _from_file(self, parent: Node, key: tuple[int, ...]) -> Node | None:
+        """The node of a page that only a file has, now stored in host memory too."""
+        if self.files is None:
+            return None
+        data = self.files.get(next_link(self._link(parent), key), self.pool.page_bytes())
+        if data is None or not self.pool.available:
+            return None
+        node = parent.children[key] = Node(key, parent, stored=data, digest=_hash(data))
+        root = parent
+        while root.parent is not None:
+            root = root.parent
+        self._roots[root.namespace] = root
+        self._host[node] = None
+        self._host_used += len(data)
+        self.from_files += 1
+        return node
 
     def _match_part(self, node: Node, key: tuple[int, ...], found: Match) -> None:
         """Copy the child page that shares the longest prefix with `key`."""
@@ -127,6 +175,8 @@ class RadixCache:
                 child.page = page
                 self.pool.pin(page)
                 self._tokens += len(key)
+                if self.files is not None and len(key) == PAGE and self._link(child) not in self.files:
+                    self.files.put(child.link, self.pool.to_bytes(self.pool.dump(page, PAGE)))
             self._touch(child)
             node = child
 
@@ -136,12 +186,73 @@ class RadixCache:
             if key[: len(other.tokens)] == other.tokens:
                 self._forget(other)
 
+    def known(self, namespace: str, tokens: Sequence[int]) -> tuple[int, int]:
+        """How many whole pages of a prefix of `tokens` are cached, in the pool or stored; and the length of the prefix
+        that is cached."""
+        node, pages = self._root(namespace), 0
+        while node is not None:
+            key = tuple(tokens[pages * PAGE : (pages + 1) * PAGE])
+            child = node.children.get(key) if len(key) == PAGE else None
+            if child is None:
+                partly = max((common_prefix(one.tokens, key) for one in node.children.values()), default=0)
+                more = 0 if self.files is None else self._in_files(self._link(node), tokens[pages * PAGE :])
+                return pages + more, pages * PAGE + max(partly, more * PAGE)
+            node, pages = child, pages + 1
+        return pages, pages * PAGE
+
+    def _in_files(self, link: bytes, tokens: Sequence[int]) -> int:
+        """How many whole pages after the one with `link` have files."""
+        for number in range(len(tokens) // PAGE):
+            link = next_link(link, tokens[number * PAGE : (number + 1) * PAGE])
+            if self.files is None or link not in self.files:
+                return number
+        return len(tokens) // PAGE
+
+    def dump(self, namespace: str, tokens: Sequence[int], first: int) -> list[bytes | Tensor]:
+        """The contents (see `KVPool.dump`) of the cached pages of `tokens` from page number `first` on. The last page
+        of `tokens` may be partly filled, and may be the beginning of a cached one."""
+        node, pages, found = self._roots.get(namespace), list[int](), list[bytes | Tensor]()
+        for number, at in enumerate(range(0, len(tokens), PAGE)):
+            key = tuple(tokens[at : at + PAGE])
+            children = {} if node is None else node.children
+            node = children.get(key) or next((c for c in children.values() if c.tokens[: len(key)] == key), None)
+            if node is None or not self._resident(node):
+                break
+            assert node.page is not None
+            self.pool.incref(node.page)
+            self._touch(node)
+            pages.append(node.page)
+            if number >= first:
+                found.append(self.pool.dump(node.page, len(key)))
+        self.pool.free(pages)
+        return found
+
+    def load(self, namespace: str, tokens: Sequence[int], first: int, contents: Sequence[bytes]) -> int:
+        """Insert pages that another engine has computed: `contents` are those of `tokens` from page number `first` on,
+        up to the end of `tokens`. The pages before them must be cached. Returns the length of the prefix that is now
+        cached; shorter if there is no room."""
+        found = self.match(namespace, tokens[: first * PAGE])
+        pages, length = found.pages, found.length
+        if length == first * PAGE:
+            for at, data in zip(range(length, len(tokens), PAGE), contents, strict=True):
+                if not self.pool.available:
+                    break
+                pages += self.pool.alloc(1)
+                length = min(at + PAGE, len(tokens))
+                self.pool.load(pages[-1], length - at, data)
+            self.insert(namespace, tokens[:length], pages)
+        self.pool.free(pages)
+        return length
+
     def clear(self) -> None:
         """Drop all entries (needed after a weight update). Sequences keep their own pages."""
         for root in list(self._roots.values()):
             for child in list(root.children.values()):
                 self._forget(child)
         self._oldest.clear()
+        self._fingerprint = ""
+        if self.files is not None:
+            self.files.clear()
 
     def _touch(self, node: Node) -> None:
         self._clock += 1

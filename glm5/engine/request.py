@@ -47,6 +47,7 @@ class Request:
     coming: int = 0  # tokens being drawn
     agreed: dict[int, int] = field(default_factory=dict)  # see `agrees`
     started: bool = False
+    elsewhere: int = 0  # tokens of the prompt that another engine has computed for it
     score: bool = False
     done: bool = False
     error: RequestFailed | None = None

@@ -124,7 +124,7 @@ class Scheduler:
             bisect.insort(self.running, request, key=lambda r: r.number)
             if not request.started:
                 request.started = True
-                request.completion.cached_len = request.next
+                request.completion.cached_len = max(0, request.next - request.elsewhere)
             if self.radix is not None:
                 self.radix.hit_tokens += request.next
             left = request.target - request.next

@@ -43,11 +43,7 @@ class SharedPool(KVPool):
         super().copy(source, target)
 
     def dump(self, page: int, tokens: int) -> bytes:
-        data = super().dump(page, tokens)
-        if isinstance(data, bytes):
-            return data
-        torch.accelerator.synchronize()  # the copy to the host; the bytes will go to the other ranks
-        return data.numpy().tobytes()
+        return self.to_bytes(super().dump(page, tokens))  # the bytes will go to the other ranks
 
     def load(self, page: int, tokens: int, data: bytes | Tensor) -> None:
         assert isinstance(data, bytes)
@@ -107,8 +103,11 @@ class TpEngine(Engine):
     def __init__(
         self, group: Group, model: GLM5ForCausalLM, tokenizer: Tokenizer | None = None, **options: Any
     ) -> None:
-        if options.get("host_cache_bytes") and model.config.attention_type == "gqa":
-            raise EngineError("A host cache (--host-cache-mb) with --tp needs MLA: every rank has other keys of GQA.")
+        if (options.get("host_cache_bytes") or options.get("disk_cache")) and model.config.attention_type == "gqa":
+            raise EngineError(
+                "A cache in host memory or on disk (--host-cache-mb, --disk-cache) with --tp needs MLA: every rank has "
+                "other keys of GQA."
+            )
         self.group = group
         super().__init__(model, tokenizer, **options)
 
@@ -136,6 +135,7 @@ class TpEngine(Engine):
             raise
 
     def close(self) -> None:
+        super().close()
         self.group.close()
 
     def on_loss(self, act: Callable[[str], None]) -> None:

@@ -28,6 +28,9 @@ from glm5.ops.experts import combine, expert_layout, permute
 SumOverRanks = Callable[[Tensor, bool], Tensor]
 """(share of this rank, exact) -> the sum of all ranks' shares. With `exact`, in rank order for every element."""
 
+Dispatch = Callable[[Experts, Tensor, Tensor, Tensor, Shared], Tensor]
+"""See `Experts.dispatch`."""
+
 READ_BYTES = 1 << 26
 """Most bytes of whole rows read at a time, of which a rank keeps some columns."""
 
@@ -76,10 +79,21 @@ class Division:
     rank: int
     world: int
 
+    def cut(self, name: str, shape: torch.Size, rank: int) -> Cut | None:
+        """The part of a tensor that `rank` keeps; None for all of it."""
+        return cut_of(name, shape, rank, self.world)
+
     def part(self, name: str, whole: Tensor, rank: int) -> Tensor:
         """What `rank` keeps of a whole tensor."""
-        cut = cut_of(name, whole.shape, rank, self.world)
+        cut = self.cut(name, whole.shape, rank)
         return whole if cut is None else cut.of(whole)
+
+
+class ExpertDivision(Division):
+    """Only the routed experts are divided."""
+
+    def cut(self, name: str, shape: torch.Size, rank: int) -> Cut | None:
+        return cut_of(name, shape, rank, self.world) if _EXPERTS.search(name) else None
 
 
 def division_of(model: nn.Module) -> Division | None:
@@ -125,23 +139,11 @@ def divide_model(model: GLM5ForCausalLM, rank: int, world: int, reduce: SumOverR
     `torch.no_grad` only. `model.config` then counts this rank's heads, as the cache needs it."""
     config = model.config
     check_divisible(config, world)
-    division = Division(config, dict(model.state_dict()), rank, world)
-    cuts = {id(tensor): cut_of(name, tensor.shape, rank, world) for name, tensor in _tensors(model)}
-
-    def narrowed(tensor: Tensor) -> Tensor:
-        cut = cuts[id(tensor)]
-        if cut is None:
-            return tensor
-        shape = list(tensor.shape)
-        shape[cut.dim] = sum(count for _, count in cut.ranges)
-        return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
-
-    replace_tensors(model, narrowed)
+    _narrow(model, Division(config, dict(model.state_dict()), rank, world))
     heads = {"num_attention_heads": config.num_attention_heads // world}
     if config.attention_type == "gqa":
         heads["num_key_value_heads"] = config.num_key_value_heads // world
     model.config = config.replace(**heads)
-    model.division = division  # type: ignore[assignment]
     for module in model.modules():
         if isinstance(module, MLA | GQA):
             module.heads = config.num_attention_heads // world
@@ -152,9 +154,46 @@ def divide_model(model: GLM5ForCausalLM, rank: int, world: int, reduce: SumOverR
     for block in [*model.model.layers, *([] if model.mtp is None else [model.mtp.block])]:
         block.self_attn.register_forward_hook(lambda module, args, out: (reduce(out[0], args[1].exact), out[1]))
         block.mlp.register_forward_hook(lambda module, args, out: reduce(out, getattr(args[1], "exact", args[1])))
+    _without_fused_decode(model)
+
+
+def divide_experts_of(model: GLM5ForCausalLM, rank: int, world: int, dispatch: Dispatch) -> None:
+    """Narrow the routed experts of a deferred model to this rank's, in place; `fill_divided` gives it its weights.
+    `dispatch` takes tokens to the ranks of their experts and back. Raises ConfigError if `world` does not divide them.
+    """
+    config = model.config
+    if config.n_routed_experts % world:
+        raise ConfigError(
+            f"--expert-parallel over {world} engines does not divide this model: its n_routed_experts is "
+            f"{config.n_routed_experts}; choose a divisor of it for --dp."
+        )
+    _narrow(model, ExpertDivision(config, dict(model.state_dict()), rank, world))
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.dispatch = dispatch
+    _without_fused_decode(model)
+
+
+def _narrow(model: GLM5ForCausalLM, division: Division) -> None:
+    cuts = {id(tensor): division.cut(name, tensor.shape, division.rank) for name, tensor in _tensors(model)}
+
+    def narrowed(tensor: Tensor) -> Tensor:
+        cut = cuts[id(tensor)]
+        if cut is None:
+            return tensor
+        shape = list(tensor.shape)
+        shape[cut.dim] = sum(count for _, count in cut.ranges)
+        return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+
+    replace_tensors(model, narrowed)
+    model.division = division  # type: ignore[assignment]
+
+
+def _without_fused_decode(model: GLM5ForCausalLM) -> None:
+    """It would run whole blocks, without the other ranks."""
     parts: list[Any] = [model.model, *([] if model.mtp is None else [model.mtp])]
     for part in parts:
-        part.fused_decode.off = True  # it would run whole blocks, without the sums
+        part.fused_decode.off = True
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -203,7 +242,7 @@ def fill_divided(model: GLM5ForCausalLM, device: torch.device) -> None:
     own = model.state_dict()
     for name, tensor in own.items():
         total = division.state[name].shape
-        cut = cut_of(name, total, division.rank, division.world)
+        cut = division.cut(name, total, division.rank)
         if cut is None:
             passes[0][name] = RowPart(tensor, 0, total[0])
         elif cut.dim:

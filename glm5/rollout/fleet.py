@@ -23,6 +23,7 @@ from glm5.rollout.weight_push import PART, Engine, GroupPool, Parts, SenderAddre
 from glm5.serve.http_client import HttpClient
 from glm5.serve.options import EngineOptions, Limits
 from glm5.serve.router.control import CONTINUE, expositions, tell_all
+from glm5.serve.router.metrics import watched
 from glm5.serve.router.pool import PAUSE, UPDATE, Launch, WorkerPool
 from glm5.serve.router.process import WorkerJob
 from glm5.serve.router.workers import Worker, launch
@@ -35,7 +36,6 @@ PushMode = Literal["keep", "retract", "abort", "drain"]
 "drain": the push waits until they end."""
 ABORT = "/abort_request"
 POLL_SECONDS = 0.1
-WATCHED = ("samples_running", "samples_waiting", "cache_pages", "cache_pages_free", "preemptions_total")
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Fleet(ABC):
 
     async def signals(self) -> Signals:
         """The present load."""
-        found = [_watched(text) for text in (await self._metrics()).values()]
+        found = [watched(text) for text in (await self._metrics()).values()]
         use = [1 - one["cache_pages_free"] / one["cache_pages"] for one in found if one.get("cache_pages")]
         return Signals(
             sum(int(one.get("samples_running", 0)) for one in found),
@@ -94,15 +94,6 @@ class Fleet(ABC):
             max(use, default=0.0),
             sum(int(one.get("preemptions_total", 0)) for one in found),
         )
-
-
-def _watched(text: str) -> dict[str, float]:
-    found = {}
-    for line in text.splitlines():
-        name, _, value = line.removeprefix("glm5_").partition(" ")
-        if name in WATCHED and line.startswith("glm5_"):
-            found[name] = float(value)
-    return found
 
 
 class LocalFleet(Fleet):

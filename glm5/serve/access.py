@@ -27,9 +27,14 @@ GROUP_PATHS = (
     "/destroy_weights_update_group",
 )
 """Weights over `torch.distributed`: the server connects to an address that the request names."""
+PREFILL_PATH = "/prefill"
+"""The pages of a prompt, for another engine. Only engines ask; a router does not answer."""
+PREFILL_HEADER = "x-glm5-prefill"
+"""From a router to an engine: the Unix sockets of the engines that prefill for a request, best first."""
 ADMIN_PATHS = (
     "/update_weights_from_disk",
     *GROUP_PATHS,
+    PREFILL_PATH,
     "/pause_generation",
     "/continue_generation",
     "/abort_request",

@@ -32,10 +32,12 @@ from glm5.serve.engine_thread import EngineThread
 from glm5.serve.errors import HANDLED, ApiError, on_error
 from glm5.serve.metrics import CONTENT_TYPE, Metrics
 from glm5.serve.openapi import add_document
-from glm5.serve.options import EngineOptions, Limits
+from glm5.serve.options import EngineOptions, Limits, PrefillServers
 from glm5.serve.page import page_route
+from glm5.serve.remote_prefill import RemotePrefill
 from glm5.serve.service import Service
 from glm5.serve.surfaces.anthropic.routes import routes as anthropic_routes
+from glm5.serve.surfaces.native.prefill import routes as prefill_routes
 from glm5.serve.surfaces.native.routes import routes as native_routes
 from glm5.serve.surfaces.native.weights import routes as weight_routes
 from glm5.serve.surfaces.openai.responses import routes as responses_routes
@@ -57,11 +59,13 @@ def create_app(
     allowed_hosts: Collection[str] | None = None,
     trusted: bool = False,
     tokenizer_path: str = "",
+    prefill: PrefillServers | None = None,
 ) -> FastAPI:
     """The server as an ASGI application; its engine thread runs for the time of the lifespan.
 
     `defaults` are the sampling parameters of requests that give none. `allowed_hosts` are the accepted Host names; None
-    accepts all. Set `trusted` if only a router can reach the application; the router has checked access already.
+    accepts all. `prefill` names servers that read prompts for this one. Set `trusted` if only a router can reach the
+    application; the router has checked access already.
     """
     limits, metrics = limits or Limits(), Metrics()
     thread = EngineThread(engine, limits.samples, metrics)
@@ -76,6 +80,8 @@ def create_app(
         metrics=metrics,
         created=int(time.time()),
         tokenizer_path=tokenizer_path,
+        trusted=trusted,
+        prefill=RemotePrefill(thread, metrics, limits.prefill_tokens, prefill or PrefillServers()),
     )
 
     @contextlib.asynccontextmanager
@@ -83,13 +89,14 @@ def create_app(
         thread.start()
         yield
         service.groups.close()
+        service.prefill.close()
         await asyncio.to_thread(thread.stop, limits.stop_seconds)
 
     # FastAPI's documentation pages load scripts from other sites; its OpenAPI document does not
     # have the schemas of our request bodies.
     app = FastAPI(title="glm5", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.service = service
-    for routes in (openai_routes, responses_routes, anthropic_routes, native_routes, weight_routes):
+    for routes in (openai_routes, responses_routes, anthropic_routes, native_routes, prefill_routes, weight_routes):
         app.include_router(routes)
     app.include_router(page_route(model_name))
     _add_watching(app, service)
@@ -175,6 +182,7 @@ def run(
     model_name: str | None = None,
     limits: Limits | None = None,
     options: EngineOptions | None = None,
+    prefill_servers: PrefillServers | None = None,
 ) -> None:
     """Serve a checkpoint directory until interrupted; port 0 selects a free port. Prints the address when ready.
 
@@ -193,6 +201,7 @@ def run(
             api_key=api_key,
             access=access,
             allowed_hosts=hosts,
+            prefill=prefill_servers,
         )
         try:
             listen(app, listener, announce)

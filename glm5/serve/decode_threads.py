@@ -15,6 +15,7 @@ from statistics import median
 import torch
 
 from glm5.engine.engine import Engine
+from glm5.engine.expert_parallel import ExpertParallelEngine
 from glm5.engine.tensor_parallel import TpEngine
 
 MOST = 16
@@ -86,6 +87,6 @@ class DecodeThreads:
     def _choice(self, batch: int | None) -> Choice | None:
         if batch is None or not 0 < batch <= MOST or self._all == 1 or getattr(self._engine, "exact", True):
             return None
-        if isinstance(self._engine, TpEngine) or self._engine.model.device.type != "cpu":
+        if isinstance(self._engine, TpEngine | ExpertParallelEngine) or self._engine.model.device.type != "cpu":
             return None
         return self._choices.setdefault(batch, Choice((self._all, 1)))

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from glm5.engine.engine import Engine
+from glm5.engine.expert_parallel import ExpertParallelEngine
 from glm5.engine.steps import caught
 from glm5.errors import EngineError, EngineLost, Glm5Error, RequestFailed
 from glm5.obs.logs import get_logger
@@ -25,7 +26,7 @@ from glm5.serve.decode_threads import DecodeThreads
 from glm5.serve.errors import ApiError, EngineFailed, Overloaded, Stopping
 from glm5.serve.grammar_compiler import Compiler, check_forms
 from glm5.serve.metrics import Metrics
-from glm5.serve.outbox import Outbox, measure
+from glm5.serve.outbox import Outbox, fail, fulfil, measure
 from glm5.serve.samples import Delta, Part, Stream
 
 log = get_logger("serve")
@@ -60,6 +61,7 @@ class EngineThread:
         self._deadline: float | None = None  # time.monotonic() at which `stop` aborts the rest
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
+        self._group = engine if isinstance(engine, ExpertParallelEngine) else None
         self._compiler = Compiler(lambda: self.engine.grammars)
         # Only for the engine thread.
         self._retry_at, self._patience = 0.0, FIRST_PATIENCE
@@ -68,8 +70,14 @@ class EngineThread:
         self._decoding: int | None = None  # samples of the next step, if it only decodes
 
     def start(self) -> None:
+        if self._group is not None:
+            self._group.on_bell(self._ring)
         self._thread = threading.Thread(target=self._run, name="glm5-engine", daemon=True)
         self._thread.start()
+
+    def _ring(self) -> None:
+        with self._wake:
+            self._wake.notify()
 
     def stop(self, seconds: float = 10.0) -> None:
         """Refuse new requests, let running ones finish for `seconds`, then end the thread. Blocks until it ends."""
@@ -106,10 +114,12 @@ class EngineThread:
         """Start `params.n` samples. Raises Overloaded, Stopping, EngineFailed, or EngineError for a bad prompt."""
         return await self.submit_all([Part(prompt, params)])
 
-    async def submit_all(self, parts: Sequence[Part], *, deadline: float | None = None) -> Stream:
+    async def submit_all(
+        self, parts: Sequence[Part], *, deadline: float | None = None, began: float | None = None
+    ) -> Stream:
         """Start the samples of several prompts, or none of them. All must be complete within `deadline` seconds,
         including grammar compilation. Raises ApiError for a grammar that cannot be enforced."""
-        stream = Stream(self, parts, deadline)
+        stream = Stream(self, parts, deadline, began)
         if stream.size > self.max_samples:
             raise EngineError(f"The request asks for {stream.size} samples; at most {self.max_samples} are allowed.")
         check_forms(asked := [part.params for part in parts])
@@ -203,9 +213,9 @@ class EngineThread:
             try:
                 result = function(self.engine)
             except Exception as error:
-                self._outbox.tell(loop, partial(_fail, future, error))
+                self._outbox.tell(loop, partial(fail, future, error))
             else:
-                self._outbox.tell(loop, partial(_fulfil, future, result))
+                self._outbox.tell(loop, partial(fulfil, future, result))
 
         with self._wake:
             self.check()
@@ -248,7 +258,7 @@ class EngineThread:
             self._streams.clear()
             self._jobs.clear()
         for future, loop in calls:
-            self._outbox.tell(loop, partial(_fail, future, end))
+            self._outbox.tell(loop, partial(fail, future, end))
         for stream in left:
             if not isinstance(end, EngineFailed):
                 self._abort(stream, None)
@@ -259,14 +269,18 @@ class EngineThread:
         """Wait for work, do the jobs, advance the engine by one step. Returns False if the thread must end."""
         with self._wake:
             while not (self._jobs or self._outbox.held or (self._streams and not self._paused) or self._deadline):
+                if self._group is not None and self._group.awaited:
+                    break
                 self._wake.wait(None if self._error is None else max(0.0, self._retry_at - time.monotonic()))
                 if self._error is not None and time.monotonic() >= self._retry_at:
                     break
             jobs, self._jobs = self._jobs, deque()
+            late = ends = False
             if self._deadline is not None:  # stopping: a paused engine would never finish
                 late = self._paused or time.monotonic() >= self._deadline
-                if late or not (self._streams or jobs):
-                    return False
+                ends = late or not (self._streams or jobs)
+        if ends:
+            return not (late or self._group is None or self._group.may_end())
         if self._error is not None:
             self._rebuild()
         if self._error is None and (failure := caught(self._round, jobs)) is not None:
@@ -283,6 +297,8 @@ class EngineThread:
         if self.engine.busy and not self._paused:
             with contextlib.suppress(RequestFailed):  # its stream gets the error below
                 seconds = self._threads.step(None if jobs else self._decoding)
+        elif self._group is not None and self._group.awaited:
+            self._group.attend()
         streams = self._in_progress()
         self._decoding = sum(len(s.open) for s in streams) if all(all(s.last) for s in streams) else None
         if jobs or not self._outbox.hold(streams, seconds, getattr(self.engine, "drafts", 0)):
@@ -346,9 +362,10 @@ class EngineThread:
             if part.score:
                 stream.requests.append(self.engine.submit_score(part.prompt, part.params))
             else:
-                stream.requests += self.engine.submit(
-                    part.prompt, part.params, namespace=part.namespace, grammar=part.grammar
-                )
+                own = self.engine.submit(part.prompt, part.params, namespace=part.namespace, grammar=part.grammar)
+                for request in own if part.computed else ():
+                    request.elsewhere = part.computed
+                stream.requests += own
 
     def _abort(self, stream: Stream, index: int | None) -> None:
         for request in stream.requests if index is None else stream.requests[index : index + 1]:
@@ -380,13 +397,3 @@ class EngineThread:
     def _forget(self, stream: Stream) -> None:
         with self._wake:
             self._streams.pop(stream, None)
-
-
-def _fulfil(future: asyncio.Future[Result], result: Result) -> None:
-    if not future.done():
-        future.set_result(result)
-
-
-def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error)

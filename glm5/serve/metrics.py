@@ -48,6 +48,9 @@ class Metrics:
         self.generated_tokens = 0
         self.scored_tokens = 0
         self.engine_failures = 0
+        self.prefill_tokens = 0
+        self.prefill_fallbacks = 0
+        self.prefill_pages_refused = 0
         self.time_to_first_token = Histogram(SLOW)
         self.time_per_token = Histogram(FAST)
 
@@ -113,6 +116,9 @@ _COUNTED = {
     "cached_tokens": "Prompt tokens found in the prefix cache, counted for each sample.",
     "generated_tokens": "Tokens that were sampled.",
     "scored_tokens": "Tokens of prompts that were scored.",
+    "prefill_tokens": "Tokens of prompts whose pages came from prefill engines.",
+    "prefill_fallbacks": "Prompts that no prefill engine could compute to the end; this engine did.",
+    "prefill_pages_refused": "Pages from prefill engines that were refused, because their hash was wrong.",
     "engine_failures": "Failures of the engine itself; each ends all requests in progress and rebuilds the engine.",
 }
 _TIMED = {
@@ -132,7 +138,9 @@ _ENGINE = {
     "host_cache_bytes": ("host_bytes", "Bytes of the prefix cache in host memory."),
     "cache_pages_spilled_total": ("spilled_pages", "Pages moved to host memory."),
     "cache_pages_restored_total": ("restored_pages", "Pages brought back from host memory."),
-    "cache_pages_damaged_total": ("damaged_pages", "Pages in host memory whose hash did not match."),
+    "disk_cache_bytes": ("disk_bytes", "Bytes of the prefix cache on disk."),
+    "cache_pages_from_disk_total": ("disk_pages", "Pages read from disk."),
+    "cache_pages_damaged_total": ("damaged_pages", "Pages in host memory or on disk whose hash did not match."),
     "steps_failed_total": ("failed_steps", "Failed attempts to compute a batch; its halves are retried."),
     "samples_failed_total": ("failed_requests", "Samples that ended because they could not be computed."),
     "preemptions_total": ("preemptions", "Samples whose pages were freed for other samples."),

@@ -29,6 +29,7 @@ from glm5.serve.surfaces.native.schema import (
     NoFields,
     PartRequest,
     PauseRequest,
+    PrefillRequest,
     UpdateRequest,
 )
 from glm5.serve.surfaces.openai.responses_schema import ResponsesRequest
@@ -53,6 +54,7 @@ BODIES: Mapping[str, type[Fields]] = {
     "/init_weights_update_group": InitGroup,
     "/update_weights_from_distributed": PartRequest,
     "/destroy_weights_update_group": DestroyGroup,
+    "/prefill": PrefillRequest,
     "/abort_request": AbortRequest,
     "/pause_generation": PauseRequest,
     "/continue_generation": NoFields,

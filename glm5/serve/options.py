@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from glm5.errors import UsageError
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -22,6 +24,7 @@ class Limits:
         tokens: longest prompt plus answer; None means the engine's maximum (400).
         request_seconds: time for one answer, waiting included (504, or an error event in a stream).
         stop_seconds: time for running answers to finish when the server stops.
+        prefill_tokens: tokens that a prompt must lack in the prefix cache to be sent to a prefill engine.
     """
 
     body_bytes: int = 8 << 20
@@ -34,6 +37,22 @@ class Limits:
     tokens: int | None = None
     request_seconds: float = 1800.0
     stop_seconds: float = 10.0
+    prefill_tokens: int = 256
+
+
+@dataclass(frozen=True)
+class PrefillServers:
+    """Servers on other machines that read prompts for this one: their URLs, and their admin key."""
+
+    urls: tuple[str, ...] = ()
+    key: str = ""
+
+    def __post_init__(self) -> None:
+        for url in self.urls:
+            if not url.startswith(("http://", "https://")):
+                raise UsageError(
+                    f"{url!r:.80} is not the URL of a server that prefills; give one like http://host:8000."
+                )
 
 
 @dataclass(frozen=True)
@@ -46,12 +65,17 @@ class EngineOptions:
         speculative: tokens that the MTP layer drafts per step.
         cache_tokens: size of the cache; None lets the engine choose.
         host_cache_bytes: bytes of host memory for evicted prefixes.
+        disk_cache: folder for prefixes on disk, or None; engines of a router take folders in it.
+        disk_cache_bytes: the most bytes of it.
         max_batch: maximum samples per step.
         dtype: of weights and cache; "bfloat16" takes half the memory of "float32" and less time.
         chat_template: a version such as "5.2" or the path of a Jinja file; None uses the checkpoint's template.
         device: "auto" (CUDA, then another accelerator, then the CPU), "cpu", or a name such as "cuda:1". With `tp`,
             names may be divided by commas, one per rank.
         tp: processes over which every layer is divided.
+        ep: engines of a router among which the experts are divided.
+        ep_rank: the number of this engine among them; its process sets it.
+        ep_meeting: the file by which they find each other; their router sets it.
         graphs: capture decoding on a CUDA device as CUDA graphs; not with `tp`.
         quantize: "int8", "int4" or "fp8" rounds weights while loading, and later ones (see `glm5.quant.in_place`).
         cache_dtype: "int8" keeps latents and index keys in int8; None in `dtype`.
@@ -69,3 +93,8 @@ class EngineOptions:
     graphs: bool = True
     quantize: str | None = None
     cache_dtype: str | None = None
+    disk_cache: str | None = None
+    disk_cache_bytes: int = 1 << 30
+    ep: int = 1
+    ep_rank: int = 0
+    ep_meeting: str = ""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from glm5.serve.metrics import Metrics
 from glm5.serve.samples import Stream
@@ -61,3 +62,15 @@ def measure(metrics: Metrics, stream: Stream, index: int, tokens: int) -> None:
         metrics.tokens(tokens, now - before)
     else:
         metrics.first_token(tokens, now - stream.began, stream.requests[index].completion.cached_len)
+
+
+def fulfil(future: asyncio.Future[Any], result: object) -> None:
+    """Give a future its result, unless it is done."""
+    if not future.done():
+        future.set_result(result)
+
+
+def fail(future: asyncio.Future[Any], error: BaseException) -> None:
+    """Give a future an exception, unless it is done."""
+    if not future.done():
+        future.set_exception(error)

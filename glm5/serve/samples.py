@@ -28,7 +28,8 @@ class Part:
     """A prompt and how to sample from it. `name` identifies it for aborts. Prompts share the prefix cache only within
     one `namespace`. `grammar` is the compiled grammar of `params`, or None. With `score` the prompt's own tokens are
     scored and none are sampled (see `Engine.submit_score`). Without `each`, tokens of a few steps may come as one
-    delta."""
+    delta. `computed` is how many tokens of the prompt another engine has computed for this request; they do not count
+    as cached."""
 
     prompt: Sequence[int]
     params: SamplingParams
@@ -37,6 +38,7 @@ class Part:
     grammar: Compiled | None = None
     score: bool = False
     each: bool = True
+    computed: int = 0
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,10 @@ class Stream:
     engine, and TooLate at the deadline. A caller that stops early must call `cancel`, which may be called at any time.
     """
 
-    def __init__(self, owner: EngineThread, parts: Sequence[Part], deadline: float | None) -> None:
+    def __init__(
+        self, owner: EngineThread, parts: Sequence[Part], deadline: float | None, began: float | None = None
+    ) -> None:
+        """`began`: when the work on the request began, by `time.monotonic`, if it was before now."""
         self.parts = list(parts)
         self.names = [part.name for part in parts for _ in range(part.params.n)]  # by sample
         self.size = len(self.names)
@@ -100,12 +105,13 @@ class Stream:
         self.requests: list[Request] = []  # written by the engine thread once the engine has accepted the prompts
         self.sent = [0] * self.size
         self.open = set(range(self.size))  # samples without their last delta
-        self.began = time.monotonic()
+        now = time.monotonic()
+        self.began = now if began is None else began
         self.last = [0.0] * self.size  # time of a sample's latest token; 0 before its first
         self.loop = asyncio.get_running_loop()
         self._owner = owner
         self._seconds = deadline
-        self._deadline = None if deadline is None else self.loop.time() + deadline
+        self._deadline = None if deadline is None else self.loop.time() + deadline - (now - self.began)
         self._accepted: asyncio.Future[None] = self.loop.create_future()
         self._items: deque[Delta | EngineError | None] = deque()
         self._taken = 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,12 +18,14 @@ from glm5.engine.grammar_rules import MAX_TEXT
 from glm5.errors import Glm5Error
 from glm5.obs.logs import get_logger
 from glm5.records import Completion, GrammarSpec, SamplingParams
+from glm5.serve.access import PREFILL_HEADER
 from glm5.serve.engine_thread import EngineThread
 from glm5.serve.errors import ApiError, TooLate
 from glm5.serve.http_io import read_body, unless_gone
 from glm5.serve.metrics import Metrics
 from glm5.serve.options import Limits
 from glm5.serve.prompts import ChatBody, Prompt, encode, render
+from glm5.serve.remote_prefill import RemotePrefill
 from glm5.serve.reply import OpenAIDelta, Reply
 from glm5.serve.samples import Part, SampleStream, Stream
 from glm5.serve.surfaces.schema import Body, Sampling, parse
@@ -169,6 +173,9 @@ class Service(TextService):
     """One model in an engine of this process, served on all surfaces."""
 
     thread: EngineThread
+    prefill: RemotePrefill
+    trusted: bool = False
+    """Whether only a router can reach this server."""
     updating: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by one update of the weights at a time
     groups: WeightGroups = field(default_factory=WeightGroups)
 
@@ -196,10 +203,18 @@ class Service(TextService):
         number of alternatives per token in the answer; None means no log-probabilities at all. Raises ClientDisconnect
         if the client hangs up meanwhile."""
         parts = await asyncio.to_thread(self._parts, jobs, names, top_logprobs, field_name)
-        stream = asyncio.ensure_future(self.thread.submit_all(parts, deadline=self.limits.request_seconds))
+        stream = asyncio.ensure_future(self._submit(request, parts))
         if not await unless_gone(request, stream):
             raise ClientDisconnect
         return stream.result()
+
+    async def _submit(self, request: Request, parts: list[Part]) -> Stream:
+        began = time.monotonic()
+        named = request.headers.get(PREFILL_HEADER) if self.trusted else None
+        with contextlib.suppress(TimeoutError):  # which the submission notices
+            async with asyncio.timeout(self.limits.request_seconds):
+                parts = await self.prefill.bring(parts, named.split(",") if named else ())
+        return await self.thread.submit_all(parts, deadline=self.limits.request_seconds, began=began)
 
     async def score(
         self,

@@ -17,12 +17,14 @@ from urllib.parse import quote
 from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse, Response
 
-from glm5.errors import UsageError
+from glm5.config.model import GLM5Config
+from glm5.errors import ConfigError, UsageError
 from glm5.serve.access import (
     ADMIN_PATHS,
     FLUSH_PATH,
     GROUP_PATHS,
     KEY_ALONE,
+    PREFILL_PATH,
     WORKERS_PATH,
     Access,
     add_guard,
@@ -32,9 +34,10 @@ from glm5.serve.connection import RESERVED_FILES, Server, ServerConfig, address_
 from glm5.serve.errors import HANDLED, ApiError, Stopping, on_error
 from glm5.serve.http_io import read_body
 from glm5.serve.metrics import CONTENT_TYPE
-from glm5.serve.options import EngineOptions, Limits
+from glm5.serve.options import EngineOptions, Limits, PrefillServers
 from glm5.serve.router.affinity import affinity_of
 from glm5.serve.router.control import expositions, tell_all
+from glm5.serve.router.expert_pool import ExpertPool
 from glm5.serve.router.metrics import RouterMetrics
 from glm5.serve.router.pool import WorkerPool
 from glm5.serve.router.process import WorkerJob
@@ -98,10 +101,10 @@ def create_router(
         app.add_api_route(path, to_any, methods=[method])
 
     async def refuse(request: Request) -> Response:
-        raise ApiError(400, f"A router does not take {_target(request)}; send it to servers without --dp.")
+        raise ApiError(400, f"A router does not take {_target(request)}; send it to a server of one engine.")
 
     for path in ADMIN_PATHS:
-        answer = refuse if path in GROUP_PATHS else to_all
+        answer = refuse if path in (*GROUP_PATHS, PREFILL_PATH) else to_all
         app.add_api_route(path, answer, methods=["GET", "POST"] if path == FLUSH_PATH else ["POST"])
     _add_watching(app, pool, metrics)
     add_guard(app, api_key, access, allowed_hosts, limits.requests, metrics.answered)
@@ -157,43 +160,65 @@ def run(
     *,
     access: Access = KEY_ALONE,
     engines: int,
+    prefill: int = 0,
     model_name: str | None = None,
     limits: Limits | None = None,
     options: EngineOptions | None = None,
     patience: Patience | None = None,
+    prefill_servers: PrefillServers | None = None,
 ) -> None:
     """Serve a checkpoint directory with several engine processes until interrupted; port 0 is any free port. Prints the
-    address when all are ready.
+    address when all are ready. The first `prefill` of the engines read prompts for the others.
 
     Raises:
-        UsageError: no engines; or the address is in use; or it is not an address of this machine; or other machines
-            can reach it and there is no API key.
+        UsageError: no engines, or none to decode; or the address is in use; or it is not an address of this machine; or
+            other machines can reach it and there is no API key.
         Glm5Error: the engines failed to start; with their message.
     """
     if engines < 1:
         raise UsageError(f"A server needs at least one engine, not {engines}.")
+    if not 0 <= prefill < engines:
+        raise UsageError(f"Of {engines} engines {prefill} cannot be for prefill: one must decode.")
+    if options is not None and options.ep not in (1, engines):
+        raise UsageError(f"The experts must be divided among all {engines} engines, not {options.ep}.")
+    if prefill and options is not None and options.ep > 1:
+        raise UsageError("--expert-parallel goes without --prefill-engines; leave one out.")
+    if prefill:
+        check_pages(Path(directory), (options or EngineOptions()).tp)
     # A request takes two connections here: one of the client and one to a worker.
     hosts, limits = hosts_answered(host, api_key, access), fitted(limits or Limits(), 2, RESERVED_FILES + 8 * engines)
-    job = WorkerJob(str(directory), "", model_name, limits, options or EngineOptions())
+    servers = prefill_servers or PrefillServers()
+    job = WorkerJob(str(directory), "", model_name, limits, options or EngineOptions(), prefill=servers)
     with bind(host, port) as listener, contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_serve(engines, job, patience or Patience(), listener, api_key, access, hosts))
+        kind = ExpertPool if job.options.ep > 1 else WorkerPool
+        pool = kind(engines, job, patience, prefill=prefill)
+        asyncio.run(_serve(pool, limits, listener, api_key, access, hosts))
+
+
+def check_pages(directory: Path, tp: int) -> None:
+    """Raise ConfigError for a model whose cache cannot go from one engine to another in pages."""
+    config = GLM5Config.load(directory)
+    if config.has_recurrent_layers:
+        raise ConfigError(
+            f"{directory} has layers with a recurrent state, which is not in pages; leave out --prefill-engines."
+        )
+    if tp > 1 and config.attention_type == "gqa":
+        raise ConfigError("--prefill-engines with --tp needs MLA: every rank has other keys of GQA.")
 
 
 async def _serve(
-    engines: int,
-    job: WorkerJob,
-    patience: Patience,
+    pool: WorkerPool,
+    limits: Limits,
     listener: socket.socket,
     api_key: str | None,
     access: Access,
     hosts: Collection[str] | None,
 ) -> None:
-    pool = WorkerPool(engines, job, patience)
     try:
         await pool.start()
-        app = create_router(pool, api_key=api_key, access=access, limits=job.limits, allowed_hosts=hosts)
+        app = create_router(pool, api_key=api_key, access=access, limits=limits, allowed_hosts=hosts)
         # The workers stop first, so streams end with an error event rather than a broken connection.
-        config = ServerConfig(app, job.limits, job.limits.stop_seconds + 4)
+        config = ServerConfig(app, limits, limits.stop_seconds + 4)
         await _Server(config, pool).serve(sockets=[listener])
     finally:
         await pool.close()

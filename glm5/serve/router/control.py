@@ -12,7 +12,8 @@ import httpx
 from starlette.responses import JSONResponse, Response
 
 from glm5.serve.errors import ApiError
-from glm5.serve.router.pool import PAUSE, UPDATE, WorkerPool, weights_stamp
+from glm5.serve.router.places import weights_stamp
+from glm5.serve.router.pool import PAUSE, UPDATE, WorkerPool
 from glm5.serve.router.workers import Worker
 
 CONTINUE = "/continue_generation"

@@ -34,7 +34,7 @@ class RouterMetrics:
     def text(self, pool: WorkerPool, expositions: Mapping[int, str]) -> str:
         """The router's metrics, then those of the workers by rank, with a label `worker`."""
         places, lines = pool.places, []
-        families: list[tuple[str, str, str, Mapping[str, int]]] = [
+        families: list[tuple[str, str, str, Mapping[str, float]]] = [
             ("answers_total", "counter", "Answers of the router by path and status.",
              {f'{{path="{path}",status="{status}"}}': n for (path, status), n in sorted(self.answers.items())}),
             ("requests_total", "counter", "Requests handed to a worker, each attempt counted.",
@@ -50,12 +50,50 @@ class RouterMetrics:
              {_label(place.rank): int(place.state == "up") for place in places}),
             ("worker_in_flight", "gauge", "Requests in flight at a worker.",
              {_label(place.rank): place.worker.in_flight if place.worker else 0 for place in places}),
+            *_by_role(pool, expositions),
         ]  # fmt: skip
         for name, kind, help_text, samples in families:
             full = f"glm5_router_{name}"
             lines += [f"# HELP {full} {help_text}", f"# TYPE {full} {kind}"]
             lines += [f"{full}{labels} {value}" for labels, value in samples.items()]
         return "\n".join(lines) + "\n" + merged(expositions)
+
+
+def _by_role(pool: WorkerPool, expositions: Mapping[int, str]) -> list[tuple[str, str, str, Mapping[str, float]]]:
+    """What tells whether a role needs more or fewer engines."""
+    seen = {rank: watched(text) for rank, text in expositions.items()}
+    samples: list[dict[str, float]] = [{}, {}, {}, {}]
+    for role in sorted({place.role for place in pool.places}):
+        own = [place for place in pool.places if place.role == role]
+        found = [seen[place.rank] for place in own if seen.get(place.rank)]
+        use = [1 - one["cache_pages_free"] / one["cache_pages"] for one in found if one.get("cache_pages")]
+        numbers = (
+            sum(place.state == "up" for place in own),
+            sum(one.get("samples_waiting", 0) for one in found),
+            sum(one.get("samples_running", 0) for one in found),
+            max(use, default=0.0),
+        )
+        for family, number in zip(samples, numbers, strict=True):
+            family[f'{{role="{role}"}}'] = number
+    return [
+        ("role_engines", "gauge", "Engines of a role that take requests.", samples[0]),
+        ("role_waiting", "gauge", "Samples in the queues of a role's engines.", samples[1]),
+        ("role_running", "gauge", "Samples that a role's engines compute.", samples[2]),
+        ("role_cache_use", "gauge", "Share of the cache in use, of the fullest engine of a role.", samples[3]),
+    ]
+
+
+WATCHED = ("samples_running", "samples_waiting", "cache_pages", "cache_pages_free", "preemptions_total")
+
+
+def watched(text: str) -> dict[str, float]:
+    """The values of `WATCHED` in an engine's metrics."""
+    found = {}
+    for line in text.splitlines():
+        name, _, value = line.removeprefix("glm5_").partition(" ")
+        if name in WATCHED and line.startswith("glm5_"):
+            found[name] = float(value)
+    return found
 
 
 def merged(expositions: Mapping[int, str]) -> str:

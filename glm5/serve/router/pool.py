@@ -12,7 +12,7 @@ import json
 import shutil
 import signal
 from collections.abc import Awaitable, Callable, Collection, Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from glm5.errors import EngineError
 from glm5.obs.logs import get_logger
 from glm5.serve.errors import ApiError, Stopping
 from glm5.serve.router.affinity import Affinity
+from glm5.serve.router.places import ANY, DECODE, PREFILL, Place, weights_stamp
 from glm5.serve.router.process import WorkerJob
 from glm5.serve.router.workers import Patience, Worker, launch, private_folder
 
@@ -32,44 +33,23 @@ Launch = Callable[[int, int, WorkerJob, float], Awaitable[Worker]]
 UPDATE, PAUSE, VERSION = "/update_weights_from_disk", "/pause_generation", "/get_weight_version"
 
 
-@dataclass
-class Place:
-    """A rank and its current worker."""
-
-    rank: int
-    state: str = "starting"  # starting, up, draining, drained, down
-    worker: Worker | None = None
-    replaced: int = 0
-    wanted: bool = True  # false while an administrator has drained the rank
-
-    def shown(self) -> dict[str, Any]:
-        worker = self.worker
-        return {
-            "id": self.rank,
-            "state": self.state,
-            "pid": worker.process.pid if worker else None,
-            "in_flight": worker.in_flight if worker else 0,
-            "missed_heartbeats": worker.missed if worker else 0,
-            "replaced": self.replaced,
-        }
-
-
-def weights_stamp(folder: str) -> tuple[tuple[str, int, int, int], ...]:
-    """Names, sizes, times and inodes of a folder's weight files; empty for one that cannot be read."""
-    try:
-        files = sorted(Path(folder or "/nowhere").glob("*.safetensors*"))
-        return tuple((f.name, (s := f.stat()).st_size, s.st_mtime_ns, s.st_ino) for f in files)
-    except (OSError, ValueError):
-        return ()
-
-
 class WorkerPool:
-    """`count` workers for one job (the pool sets its socket), started by `launch`. Belongs to one event loop."""
+    """`count` workers for one job (the pool sets its socket), started by `launch`. The first `prefill` of them have
+    that role. Belongs to one event loop."""
 
-    def __init__(self, count: int, job: WorkerJob, patience: Patience | None = None, launch: Launch = launch) -> None:
+    def __init__(
+        self,
+        count: int,
+        job: WorkerJob,
+        patience: Patience | None = None,
+        launch: Launch = launch,
+        *,
+        prefill: int = 0,
+    ) -> None:
         self.patience = patience or Patience()
         self._start = launch
-        self.places = [Place(rank) for rank in range(count)]
+        roles = [PREFILL] * prefill + [DECODE if prefill else ANY] * (count - prefill)
+        self.places = [Place(rank, role) for rank, role in enumerate(roles)]
         self.stopping = False
         self.pushing = asyncio.Lock()  # held while all workers get a request, and while one joins
         self.pushed: dict[str, Any] | None = None  # body of the last weight update
@@ -77,7 +57,8 @@ class WorkerPool:
         self.version = 0
         self.paused = False
         self._job = job
-        self._ring = HashRing()
+        self._ring = HashRing()  # of workers that take requests
+        self._prefill_ring = HashRing()
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._folder = Path()  # folder of the sockets; created by `start`
@@ -119,7 +100,7 @@ class WorkerPool:
 
     async def some_up(self) -> None:
         """Wait until a worker takes requests."""
-        while not len(self._ring):
+        while not self.up:
             await self._changed.wait()
 
     @property
@@ -135,7 +116,7 @@ class WorkerPool:
     def stop(self) -> None:
         """Take no more requests, and tell the workers to stop; their running requests may finish within the limits."""
         self.stopping = True
-        self._ring = HashRing()
+        self._ring = self._prefill_ring = HashRing()
         self._news()
         for worker in self.live():
             worker.signal(signal.SIGTERM)
@@ -160,7 +141,12 @@ class WorkerPool:
     @property
     def up(self) -> int:
         """Number of workers that take requests."""
-        return len(self._ring)
+        return len(self._ring) + len(self._prefill_ring)
+
+    @property
+    def _open(self) -> HashRing:
+        """The workers to which requests go: those that prefill only if there is no other."""
+        return self._ring if len(self._ring) else self._prefill_ring
 
     def live(self) -> list[Worker]:
         """All running workers, including those being drained."""
@@ -177,7 +163,7 @@ class WorkerPool:
         try:
             async with asyncio.timeout(self.patience.wait):
                 while not self.stopping:
-                    if len(self._ring):
+                    if self.up:
                         return self._choose(affinity, {worker.rank for worker in avoid if self._holds(worker)})
                     await self._changed.wait()
         except TimeoutError:
@@ -186,13 +172,19 @@ class WorkerPool:
         raise Stopping("The server is shutting down.")
 
     def _choose(self, affinity: Affinity | None, avoid: set[int]) -> tuple[Worker, bool]:
-        load = {worker.rank: worker.in_flight for worker in self.live()}
-        avoid = avoid if self._ring.ranks - avoid else set()
+        load, ring = {worker.rank: worker.in_flight for worker in self.live()}, self._open
+        avoid = avoid if ring.ranks - avoid else set()
         if affinity is None:
-            rank = min(self._ring.ranks - avoid, key=lambda rank: (load[rank], rank))
+            rank = min(ring.ranks - avoid, key=lambda rank: (load[rank], rank))
             return self._at(rank), False
-        rank = self._ring.pick(affinity.key, load, spill=affinity.spill, avoid=avoid)
-        return self._at(rank), rank != self._ring.owner(affinity.key)
+        rank = ring.pick(affinity.key, load, spill=affinity.spill, avoid=avoid)
+        return self._at(rank), rank != ring.owner(affinity.key)
+
+    def prefill_sockets(self, affinity: Affinity, worker: Worker) -> str:
+        """The sockets of the workers that prefill for a request to `worker`, best first, divided by commas."""
+        if self.places[worker.rank].role != DECODE:
+            return ""
+        return ",".join(str(self._at(rank).path) for rank in self._prefill_ring.walk(affinity.key))
 
     def _at(self, rank: int) -> Worker:
         worker = self.places[rank].worker
@@ -366,15 +358,18 @@ class WorkerPool:
         place.worker = worker
         if place.wanted and not self.stopping:
             place.state = "up"
-            self._ring.add(place.rank)
+            self._ring_of(place).add(place.rank)
         else:
             place.state = "draining"
             self._spawn(self._drained(worker))
         self._news()
 
     def _leave(self, place: Place) -> None:
-        self._ring.remove(place.rank)
+        self._ring_of(place).remove(place.rank)
         self._news()
+
+    def _ring_of(self, place: Place) -> HashRing:
+        return self._prefill_ring if place.role == PREFILL else self._ring
 
     def _news(self) -> None:
         """Wake the tasks that wait for a change."""

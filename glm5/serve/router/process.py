@@ -12,14 +12,14 @@ import contextlib
 import json
 import socket
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 from glm5 import process
 from glm5.errors import Glm5Error
 from glm5.serve.connection import bind, fitted, url_of
-from glm5.serve.options import EngineOptions, Limits
+from glm5.serve.options import EngineOptions, Limits, PrefillServers
 
 KEEP_ALIVE_SECONDS = 3600
 """The router decides when an idle connection ends; a server that closes it could race with a new request."""
@@ -40,6 +40,7 @@ class WorkerJob:
     key: str = ""
     version: int = 0
     number: int = 0
+    prefill: PrefillServers = field(default_factory=PrefillServers)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -48,7 +49,9 @@ class WorkerJob:
     def from_json(cls, text: bytes) -> WorkerJob:
         fields = json.loads(text)
         limits, options = Limits(**fields.pop("limits")), EngineOptions(**fields.pop("options"))
-        return cls(limits=limits, options=options, **fields)
+        given = fields.pop("prefill")
+        prefill = PrefillServers(tuple(given["urls"]), given["key"])
+        return cls(limits=limits, options=options, prefill=prefill, **fields)
 
 
 def main() -> None:
@@ -82,8 +85,10 @@ def _serve(job: WorkerJob, control: TextIO) -> None:
     tp = job.options.tp
     devices = [choose_device(job.options.device, job.number * tp + rank) for rank in range(tp)]
     make_current(devices[0])
-    options = replace(job.options, device=",".join(map(str, devices)))
-    app = load_app(Path(job.directory), limits, options, model_name=job.model_name, **access)
+    disk = job.options.disk_cache
+    disk = disk and str(Path(disk) / f"engine-{job.number}")
+    options = replace(job.options, disk_cache=disk, device=",".join(map(str, devices)), ep_rank=job.number)
+    app = load_app(Path(job.directory), limits, options, model_name=job.model_name, prefill=job.prefill, **access)
     app.state.service.thread.engine.weight_version = job.version
     with bind(job.host, 0) if job.host else socket.socket(socket.AF_UNIX) as listener:
         if not job.host:

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from glm5.serve.access import PREFILL_HEADER
 from glm5.serve.errors import CLIENT_GONE, ApiError, TooLate, speaks_anthropic
 from glm5.serve.http_io import DONE, GRACE_SECONDS, event, first_of, gone
 from glm5.serve.options import Limits
@@ -30,7 +31,7 @@ PAUSE_SECONDS = 0.05
 """Pause before another attempt: time to notice that a process has ended."""
 NOT_PASSED_ON = frozenset(
     b"""connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding
-    upgrade content-length date server host expect authorization x-api-key""".split()
+    upgrade content-length date server host expect authorization x-api-key x-glm5-prefill""".split()
 )
 """Headers that are not copied: those of a single connection, and the key, which only the router checks."""
 LAST_EVENTS = tuple(
@@ -110,7 +111,10 @@ class Relay(Response):
 
     async def _ask(self, worker: Worker, send: Send) -> None:
         """One attempt. Raises httpx.TransportError if the worker is lost before anything was sent."""
-        request = httpx.Request(self._method, self._url, headers=self._passed_on, content=self._body)
+        headers = self._passed_on
+        if self._affinity is not None and (sockets := self._pool.prefill_sockets(self._affinity, worker)):
+            headers = [*headers, (PREFILL_HEADER.encode(), sockets.encode())]
+        request = httpx.Request(self._method, self._url, headers=headers, content=self._body)
         answer = await worker.client.send(request, stream=True)
         if answer.status_code == 500:
             self._pool.suspect(worker)  # its engine may have failed permanently

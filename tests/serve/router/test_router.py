@@ -24,7 +24,7 @@ from glm5.serve.access import ADMIN_PATHS, Access
 from glm5.serve.app import create_app
 from glm5.serve.connection import bind
 from glm5.serve.metrics import Metrics
-from glm5.serve.options import EngineOptions, Limits
+from glm5.serve.options import EngineOptions, Limits, PrefillServers
 from glm5.serve.router.affinity import affinity_of
 from glm5.serve.router.app import ANY_PATHS, SESSION_PATHS, create_router, run
 from glm5.serve.router.metrics import merged
@@ -550,9 +550,17 @@ def test_the_command_line_starts_what_it_is_told(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(target, lambda *a, module=module, **k: started.append((module, a, k)))
     for arguments in ([], ["--dp", "3"]):
         assert CliRunner().invoke(cli, ["serve", str(tmp_path), *arguments]).exit_code == 0
-    defaults = {"access": Access(), "limits": Limits(), "options": EngineOptions()}
+    for wrong in (
+        "--prefill-url somewhere",
+        "--expert-parallel",
+        "--prefill-engines 2",
+        "--decode-engines 1",
+        "--prefill-engines 1 --decode-engines 1 --dp 2",
+    ):
+        assert CliRunner().invoke(cli, ["serve", str(tmp_path), *wrong.split()]).exit_code != 0
+    defaults = {"access": Access(), "limits": Limits(), "options": EngineOptions(), "prefill_servers": PrefillServers()}
     common = (tmp_path, "127.0.0.1", 8000, None)
-    assert started == [("app", common, defaults), ("router.app", common, {"engines": 3, **defaults})]
+    assert started == [("app", common, defaults), ("router.app", common, {"engines": 3, "prefill": 0, **defaults})]
     given = (
         "--exact --speculative 2 --max-batch 8 --cache-tokens 999 --host-cache-mb 3 --max-requests 4 --max-samples 5"
     )

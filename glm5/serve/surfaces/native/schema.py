@@ -188,6 +188,25 @@ class DestroyGroup(Fields):
     group_name: GroupName = GROUP
 
 
+class PagePlace(Fields):
+    """Where the bytes of pages go: `stream` is within the answer, `memory` the shared memory at `path`."""
+
+    kind: Annotated[str, StringConstraints(max_length=32)]
+    path: Annotated[str, StringConstraints(max_length=64)] = ""
+
+
+class PrefillRequest(Fields):
+    """POST /prefill, from an engine that decodes: the pages of `input_ids` from page number `first_page` on, computed
+    with these weights, to be written to `place` (see `page_transfer.PageReceiver`)."""
+
+    input_ids: Ids
+    first_page: int = Field(default=0, ge=0, lt=2**31)
+    namespace: Annotated[str, StringConstraints(max_length=256)] = ""
+    fingerprint: Annotated[str, StringConstraints(max_length=64)]
+    weight_version: int = Field(ge=0, lt=2**63)
+    place: PagePlace
+
+
 class PauseRequest(Fields):
     """POST /pause_generation. `abort` ends running requests; the other modes, which are equal here, keep them."""
 
