@@ -29,6 +29,7 @@ def recipe(**values: Any) -> CorpusRecipe:
 def test_recipes_of_the_repository_load_and_survive_saving() -> None:
     found = load_recipe(ROOT / "recipes" / "demo-data.toml", CorpusRecipe)
     assert "permissive" in dump_recipe(found)
+    assert load_recipe(ROOT / "recipes" / "swe-data.toml", CorpusRecipe).sources[1].changes is not None
     assert load_recipe(ROOT / "recipes" / "world-knowledge.toml", ClassifierRecipe).positive[0].name == "foldoc"
 
 
