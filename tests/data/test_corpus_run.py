@@ -31,6 +31,7 @@ def test_recipes_of_the_repository_load_and_survive_saving() -> None:
     assert "permissive" in dump_recipe(found)
     for name in ("world-knowledge", "documentation"):
         assert load_recipe(ROOT / "recipes" / f"{name}.toml", ClassifierRecipe).positive
+    assert load_recipe(ROOT / "recipes" / "swe-data.toml", CorpusRecipe).sources[1].changes is not None
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from glm5.errors import UsageError
+from glm5.errors import CheckpointError, UsageError
 from glm5.records import Message
+from glm5.rollout.attempts import store_attempts
 from glm5.rollout.history import Node
 from glm5.rollout.process import run
 from glm5.rollout.store import Store
-from glm5.rollout.store_reader import SessionRow, StoreError
+from glm5.rollout.store_reader import ResultRow, SessionRow, StoreError
 
 WRITER = """
 import asyncio, sys
@@ -182,3 +183,31 @@ def test_many_writes_share_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert sum(sizes) == 602 and len(sizes) < 250
     with Store(tmp_path / "s.db") as store:
         assert len(store.turns("s")[0].nodes) == 601
+
+
+def test_rollouts_are_attempts_for_sft(tmp_path: Path) -> None:
+    async def fill_store(store: Store) -> None:
+        for number, (outcome, reward, excluded) in enumerate(
+            [("solved", 1.0, None), ("failed", 0.0, None), ("env_error", 0.0, None), ("solved", 1.0, "stale")]
+        ):
+            session = f"s{number}"
+            await store.add_session(SessionRow(session, "t", None, "train", {}, float(number)))
+            first = await add(store, session, 1)
+            await add(store, session, 2, first)
+            await add(store, session, 3)  # a shorter branch
+            await store.add_result(ResultRow(session, 0, number, "p", "d", outcome, reward, {}, excluded))
+
+    path = tmp_path / "s.sqlite"
+    with Store(path) as store:
+        asyncio.run(fill_store(store))
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    found = list(store_attempts(path, tools))
+    assert [(a.problem, a.reward, a.counts) for a in found] == [
+        ("d/p", 1.0, True),
+        ("d/p", 0.0, True),
+        ("d/p", 0.0, False),
+    ]
+    said = [m.content for m in found[0].conversation.messages]
+    assert said == ["ask 1", "say 1", "ask 2", "say 2"] and list(found[0].conversation.tools) == tools
+    with pytest.raises(CheckpointError, match="no session store"):
+        list(store_attempts(tmp_path / "none"))
