@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from glm5.cli.options import Json, Out, Overrides, Recipe, data_app, show
+from glm5.cli.options import Device, Json, Out, Overrides, Recipe, data_app, show
 from glm5.errors import UsageError
 
 EXECUTORS = ("local", "ray")
@@ -66,6 +66,43 @@ def data_classifier(recipe: Recipe, out: Out, overrides: Overrides = [], as_json
         low, high = facts["intervals"][name]
         typer.echo(f"{name} {held_out[name]:.1%} ({low:.1%} to {high:.1%})")
     typer.echo(f"area {held_out['area']:.4f}, {facts['texts']['held_out']:,} held-out texts; wrote {out}")
+
+
+@data_app.command("long")
+def data_long(
+    recipe: Recipe,
+    out: Out,
+    device: Device = "auto",
+    overrides: Overrides = [],  # noqa: B006
+    as_json: Json = False,
+) -> None:
+    """Make long-context rows from a corpus: natural long documents, NExtLong, EntropyLong. The same command goes on
+    after an interruption. Needs the extra `search`."""
+    from glm5.chat.tokenizer import Tokenizer
+    from glm5.config.load import load_recipe
+    from glm5.config.long_rows import LongRecipe
+    from glm5.data.long_rows import make_long_rows
+    from glm5.obs.progress import QuietConsole
+
+    checked = load_recipe(recipe, LongRecipe, overrides)
+    scorer, place = None, checked.tokenizer or checked.checkpoint
+    with QuietConsole().status("loading") as status:
+        if checked.checkpoint is not None:
+            from glm5.train.token_scores import load_scorer
+
+            scorer = load_scorer(checked.checkpoint, device, checked.length)
+        account = make_long_rows(
+            checked,
+            out,
+            Tokenizer.byte_level() if place is None else Tokenizer.load(place),
+            scorer,
+            lambda section, done, tasks: status.update(f"{section}: {done} of {tasks} parts"),
+        )
+    if as_json:
+        show(account, True)
+        return
+    for name, counts in account["sections"].items():
+        typer.echo(f"{name}: " + ", ".join(f"{key} {count:,}" for key, count in counts.items()))
 
 
 @data_app.command("report")

@@ -29,6 +29,7 @@ from glm5.reproduce import (
     command,
     efficient_attention,
     muon_split,
+    plan,
     reproduce,
     runner,
     summary,
@@ -491,7 +492,7 @@ def test_steps_that_fit_a_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         return Outcome({"loss": 1.0}, 1)
 
     experiment = replace(EXPERIMENTS["mtp"], run=run)
-    monkeypatch.setattr(command, "build_corpus", lambda folder, vocab, size: {})
+    monkeypatch.setattr(plan, "build_corpus", lambda folder, vocab, size: {})
     monkeypatch.setattr(command, "run_all", lambda *arguments: runner.Report())
     took = {"seconds": {"wall": 10.0, "training": 8.0, "step": 0.1}}
     monkeypatch.setattr(command, "_need", lambda folder, variant, seed: took)
