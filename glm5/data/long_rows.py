@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +57,8 @@ def make_long_rows(
             if section is not None:
                 account["sections"][name] = job.make(name, section, progress)
         atomic_write(out / ACCOUNT, json.dumps(account, indent=1) + "\n")
+        if not any(counts["rows"] for counts in account["sections"].values()):
+            raise DataError(f"No row came out of these documents; {out / ACCOUNT} says why.")
         return account
 
 
@@ -76,7 +77,7 @@ def _claim(recipe: LongRecipe, out: Path, tokenizer: Tokenizer) -> None:
     if known.exists():
         if known.read_text(encoding="utf-8") != text:
             raise ConfigError(
-                f"{out} was begun with another recipe or other inputs (see {known}); choose another --out."
+                f"{out} was begun with another recipe, shards or checkpoint (see {known}); choose another --out."
             )
     elif any(out.iterdir()):
         raise ConfigError(f"{out} has other content; choose a new or an empty folder for --out.")
@@ -114,8 +115,6 @@ class _Job:
             counts.update(json.loads((part / "counts.json").read_text(encoding="ascii")))
         keep = self._plausible(section, parts, counts) if isinstance(section, NaturalRows) else None
         counts.update(self._publish(name, parts, keep))
-        if not counts["rows"]:
-            raise DataError(f"No row came out of [{name}] of {len(places)} documents; counts: {dict(counts)}.")
         return {key: counts[key] for key in sorted(counts)}
 
     def _places(self, section: Section) -> list[Place]:
@@ -140,12 +139,6 @@ class _Job:
             self._indices[length] = ChunkIndex(self.shards, self.tokenizer, length)
         return self._indices[length]
 
-    @cached_property
-    def _score(self) -> Scorer:
-        if self.scorer is None:
-            raise ConfigError("these rows need a model that scores")
-        return self.scorer
-
     def _rows(self, section: Section, places: Sequence[Place], counts: Counter[str]) -> Iterator[LongRow]:
         """The rows of some documents; adds to `counts`."""
         length = self.recipe.length - 1  # the end-of-text token comes last
@@ -159,9 +152,10 @@ class _Job:
             if isinstance(section, NegativeRows):
                 yield self._negatives(place, root, section, length)
                 continue
+            assert self.scorer is not None, "make_long_rows has checked it"
             seed = derive_seed(self.recipe.seed, "entropy", place.shard, place.document)
             row = entropy_row(
-                place, root, self._index(section.chunk_tokens), self._score, section, length=length,
+                place, root, self._index(section.chunk_tokens), self.scorer, section, length=length,
                 separator=self.separator, rng=np.random.default_rng(seed), counts=counts,
             )  # fmt: skip
             if row is not None:

@@ -28,7 +28,7 @@ from glm5.train.token_scores import TokenScorer
 SETS = (*SOURCES, REFERENCE)
 CONTINUED = ("continued", "long", "recall")
 BASE = "both"
-_SHARES = {"text": 0.5, "negatives": 0.25, "entropy": 0.25}
+LONG_SHARE = 0.5
 
 
 def sizes(quick: bool, steps: int | None) -> Sizes:
@@ -40,7 +40,7 @@ def sizes(quick: bool, steps: int | None) -> Sizes:
         "vocab": 320 if quick else 512,
         "source_bytes": 250_000 if quick else 1_500_000,
         "package_bytes": 4_000 if quick else 40_000,
-        "held_out_bytes": 6_000 if quick else 50_000,
+        "held_out_bytes": 6_000 if quick else 40_000,
         "steps": base,
         "variant_steps": dict.fromkeys(CONTINUED, more),
         "rows": 2 if quick else 16,
@@ -49,10 +49,10 @@ def sizes(quick: bool, steps: int | None) -> Sizes:
         "final_lr": 2e-3,
         "long_rows": 2 if quick else 4,
         "long_length": 128 if quick else 512,
-        "long": {"documents": 8 if quick else 100, "positions": 2 if quick else 4, "candidates": 2 if quick else 3},
+        "long": {"documents": 8 if quick else 60, "positions": 2 if quick else 4, "candidates": 2 if quick else 3},
         "needle_share": 0.5,
         "block": 16 if quick else 32,
-        "blocks": 8 if quick else 128,
+        "blocks": 8 if quick else 64,
         "contexts": [32, 128] if quick else [64, 128, 256, 512],
         "needle_bytes": [64, 80] if quick else [80, 160, 320],
         "needle_problems": 4 if quick else 100,
@@ -66,7 +66,7 @@ def sizes(quick: bool, steps: int | None) -> Sizes:
 def run(work: Work) -> Outcome:
     """Train from scratch on one corpus, or continue the model of the filtered and deduplicated one with longer rows."""
     s, variant = work.sizes, work.variant
-    details: dict[str, Any] = {}
+    found: dict[str, float] = {}
     if variant in CORPORA:
         model, steps = work.fresh_model(), s["steps"]
         shards = {"text": _training(work, variant)}
@@ -77,16 +77,17 @@ def run(work: Work) -> Outcome:
         model, steps = work.model(), s["variant_steps"][variant]
         shards, options = {"text": _training(work, BASE)}, DataOptions(packing="best_fit")
         if variant == "long":
-            more, details = _long_rows(work, model)
+            more, found = _long_rows(work, model)
             shards |= more
-            options = DataOptions(packing="best_fit", weights=_SHARES)
+            each = LONG_SHARE / len(more)
+            options = DataOptions(packing="best_fit", weights=dict.fromkeys(more, each) | {"text": 1 - LONG_SHARE})
         if variant == "recall":
             options = DataOptions(packing="best_fit", needle_share=s["needle_share"])
         size = dict(rows=s["long_rows"], row_length=s["long_length"])
         tokens = steps * s["long_rows"] * s["long_length"]
         _train(work, model, "more", shards, options, size, dict(steps=steps, lr=s["final_lr"], schedule="constant"))
     policy.keep(work, model)
-    return Outcome(_measure(work, model), tokens, {"loss": work.curve("loss")}, details)
+    return Outcome(found | _measure(work, model), tokens, {"loss": work.curve("loss")})
 
 
 def _training(work: Work, variant: str) -> Shard:
@@ -114,8 +115,9 @@ def _train(
         pretrain.run(model, stage, shards, work.tokenizer, io, work.seed)
 
 
-def _long_rows(work: Work, model: GLM5ForCausalLM) -> tuple[dict[str, Shard], dict[str, Any]]:
-    """NExtLong and EntropyLong rows of the training text, the latter by the entropy of the model itself."""
+def _long_rows(work: Work, model: GLM5ForCausalLM) -> tuple[dict[str, Shard], dict[str, float]]:
+    """NExtLong and EntropyLong rows of the training text, the latter by the entropy of the model itself; and how many
+    there are. A model that learned little finds no context for EntropyLong: then all rows are NExtLong's."""
     wanted, out = work.sizes["long"], work.folder / "rows"
     recipe = LongRecipe(
         name="long", seed=work.seed, shards=[str(work.corpus / "data" / BASE)], checkpoint=str(work.start),
@@ -123,8 +125,12 @@ def _long_rows(work: Work, model: GLM5ForCausalLM) -> tuple[dict[str, Shard], di
         entropy=EntropyRows(**wanted),
     )  # fmt: skip
     account = make_long_rows(recipe, out, work.tokenizer, TokenScorer(model, exact=False))
-    found = {name: open_shard(out / name, "train", work.tokenizer, verify=False) for name in account["sections"]}
-    return found, {"long_rows": account["sections"]}
+    counts, made = account["sections"]["entropy"], [n for n, c in account["sections"].items() if c["rows"]]
+    return {name: open_shard(out / name, "train", work.tokenizer, verify=False) for name in made}, {
+        "entropy_rows": float(counts["rows"]),
+        "verified": counts["verified"] / max(1, counts["retrieved"]),
+        "controls_verified": counts["controls_verified"] / max(1, counts["controls"]),
+    }
 
 
 def _measure(work: Work, model: GLM5ForCausalLM) -> dict[str, float]:
@@ -180,7 +186,8 @@ def _labels() -> dict[str, str]:
         | {f"loss@{n}": f"loss with {n} tokens of context, same tokens" for n in (64, 128, 256, 512)}
         | {"far_loss": "loss with the longest context", "gain": "what the longest context adds to the shortest (nats)"}
         | {f"retrieved@{n}": f"retrieved, {n} bytes" for n in (80, 160, 320)}
-        | {"retrieved": "retrieved, mean of all lengths"}
+        | {"retrieved": "retrieved, mean of all lengths", "entropy_rows": "EntropyLong rows"}
+        | {"verified": "retrieved contexts that pass EntropyLong's test", "controls_verified": "random ones that pass"}
     )
 
 

@@ -31,11 +31,13 @@ from glm5.reproduce.plan import Sizes
 INFO = "corpus.json"
 TRAIN, HELD_OUT = "train", "held_out"
 HELD_OUT_ONE_IN = 5
+HELD_OUT_CHARACTERS = 4000
+"""Of each held-out document the first so many are used, so that many documents have a say."""
 NEAR = 0.5
 """Jaccard similarity of 5-word shingles from which held-out text counts as a copy of training text."""
 SOURCES = {"code": "stdlib", "doc": "doc"}
 REFERENCE = "reference"
-_NO_RULES: dict[str, Any] = {"languages": [], "rules": {"web": [], "prose": [], "code": []}}
+_NO_RULES: dict[str, Any] = {"languages": [], "language_score": 0.0, "rules": {"web": [], "prose": [], "code": []}}
 _NO_DEDUP = {"exact": False, "minhash": False}
 CORPORA: dict[str, dict[str, Any]] = {
     "unfiltered": {"filters": _NO_RULES, "dedup": _NO_DEDUP},
@@ -192,6 +194,7 @@ def _fresh(seen: Sequence[str], found: list[tuple[str, str]], most: int) -> list
     for (path, text), own in zip(found, groups[len(seen) :].tolist(), strict=True):
         if own not in taken and most > 0:
             taken.add(own)
+            text = text[:HELD_OUT_CHARACTERS]
             most -= len(text.encode())
             kept.append((path, text))
     return kept
