@@ -247,6 +247,8 @@ EXPERIMENT = Experiment(
         "what templates, copies and noise do to a large one it cannot show.",
         "The text is what one machine has installed, without web pages; so is the held-out text, of which the "
         "documentation has the same share of chronicles and license texts as the unfiltered training text.",
+        "Variants of one seed share their initial weights; each corpus is shuffled for itself, so only the three that "
+        "continue one model see the same plain text.",
         "No corpus is seen more than about once, so copies cost less than in training of several epochs.",
     ),
 )  # fmt: skip

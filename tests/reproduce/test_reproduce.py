@@ -291,13 +291,19 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[
     return get
 
 
-SLOW = ("icepop", "lag", "rollout-dtype", "reasoning-rl", "distillation", "dsa-bonus", "general-rewards", "slides")
-"""These take the path of `topk`, which `make test` runs."""
+SLOW = (
+    "icepop", "lag", "rollout-dtype", "reasoning-rl", "distillation", "dsa-bonus", "general-rewards", "slides",
+    "data-quality",
+)  # fmt: skip
+"""These take the path of `topk`, which `make test` runs; `data-quality` makes five corpora first."""
+NEEDS = {"data-quality": "datatrove"}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in NAMES])
 def test_quick(name: str, finished: Any) -> None:
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
     folder, result = finished(name)
     experiment = EXPERIMENTS[name]
     assert result == json.loads((folder / "result.json").read_text(encoding="utf-8"))
