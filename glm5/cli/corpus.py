@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from glm5.cli.options import Json, Out, Overrides, Recipe, data_app, show
+from glm5.cli.options import Checkpoint, Device, Json, Out, Overrides, Recipe, data_app, show
 from glm5.errors import UsageError
 
 EXECUTORS = ("local", "ray")
@@ -109,6 +110,81 @@ def data_score(
             lambda done: status.update(f"{done:,} documents scored"),
         )  # fmt: skip
     show(asdict(counts), as_json)
+
+
+@data_app.command("long")
+def data_long(
+    recipe: Recipe,
+    out: Out,
+    device: Device = "auto",
+    overrides: Overrides = [],  # noqa: B006
+    as_json: Json = False,
+) -> None:
+    """Make long-context rows from a corpus: natural long documents, NExtLong, EntropyLong. The same command goes on
+    after an interruption. Needs the extra `search`."""
+    from glm5.chat.tokenizer import Tokenizer
+    from glm5.config.load import load_recipe
+    from glm5.config.long_rows import LongRecipe
+    from glm5.data.long_rows import make_long_rows
+    from glm5.obs.progress import QuietConsole
+
+    checked = load_recipe(recipe, LongRecipe, overrides)
+    scorer, place = None, checked.tokenizer or checked.checkpoint
+    with QuietConsole().status("loading") as status:
+        if checked.checkpoint is not None:
+            from glm5.train.token_scores import load_scorer
+
+            scorer = load_scorer(checked.checkpoint, device, checked.length)
+        account = make_long_rows(
+            checked,
+            out,
+            Tokenizer.byte_level() if place is None else Tokenizer.load(place),
+            scorer,
+            lambda section, done, tasks: status.update(f"{section}: {done} of {tasks} parts"),
+        )
+    if as_json:
+        show(account, True)
+        return
+    for name, counts in account["sections"].items():
+        typer.echo(f"{name}: " + ", ".join(f"{key} {count:,}" for key, count in counts.items()))
+
+
+@data_app.command("reach")
+def data_reach(
+    checkpoint: Checkpoint,
+    shards: Annotated[list[Path], typer.Argument(help="Shard folders; each is a set of its own.")],
+    out: Out,
+    split: Annotated[str, typer.Option(help="train or held_out.")] = "train",
+    length: Annotated[int | None, typer.Option(min=64, help="Longest context; default: the model's positions.")] = None,
+    blocks: Annotated[int, typer.Option(min=1, help="Blocks of 16 tokens per set.")] = 200,
+    device: Device = "auto",
+    seed: int = 0,
+    as_json: Json = False,
+) -> None:
+    """Measure how far information travels in text: the loss of the same tokens by length of context. Writes
+    OUT/reach.json and OUT/reach.html."""
+    from glm5.chat.tokenizer import Tokenizer
+    from glm5.data.shards import SPLITS, open_shard
+    from glm5.eval.reach import reach, told
+    from glm5.files import atomic_write
+    from glm5.report.reach import write_reach_page
+    from glm5.train.token_scores import load_scorer
+
+    if split not in SPLITS:
+        raise UsageError(f'--split is "{split:.40}"; choose {" or ".join(SPLITS)}.')
+    tokenizer = Tokenizer.load(checkpoint)
+    found = {str(folder): open_shard(folder, split, tokenizer) for folder in shards}
+    scorer = load_scorer(str(checkpoint), device, length or 0)
+    longest = length or scorer.model.config.max_position_embeddings
+    result = {"checkpoint": str(checkpoint)} | reach(scorer, found, length=longest, blocks=blocks, seed=seed)
+    out.mkdir(parents=True, exist_ok=True)
+    atomic_write(out / "reach.json", json.dumps(result, indent=1, allow_nan=False) + "\n")
+    page = write_reach_page(result, out / "reach.html")
+    if as_json:
+        show(result, True)
+        return
+    for line in (*told(result), f"Wrote {page}."):
+        typer.echo(line)
 
 
 @data_app.command("report")

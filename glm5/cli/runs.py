@@ -200,7 +200,7 @@ def reproduce(
         str,
         typer.Argument(
             help="One of muon-split, mtp, dsa, efficient-attention, lag, topk, icepop, rollout-dtype, dsa-bonus, "
-            "reasoning-rl, distillation, general-rewards, slides; or all."
+            "reasoning-rl, distillation, general-rewards, slides, data-quality; or all."
         ),
     ],
     quick: Annotated[bool, typer.Option("--quick", help="Seconds, not hours: shows that it runs only.")] = False,

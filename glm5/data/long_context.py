@@ -7,6 +7,7 @@ Windows are drawn once from the seed and bound the number of comparisons. Every 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Literal
 
@@ -50,6 +51,21 @@ def interleave(pieces: list[np.ndarray], length: int) -> np.ndarray:
     cut = [chunks(piece, length) for piece in pieces]
     places = [((j + 0.5) / len(parts), i, j) for i, parts in enumerate(cut) for j in range(len(parts))]
     return np.concatenate([cut[i][j] for _, i, j in sorted(places)])
+
+
+def stretch(parts: list[np.ndarray], distractors: Callable[[int], Iterator[np.ndarray]], length: int) -> np.ndarray:
+    """The parts of a document with text of others between them, at most `length` tokens in all. The gap after part
+    number i takes from `distractors(i)` as much as spreads the free tokens evenly over the gaps."""
+    found, at = [parts[0]], len(parts[0])
+    for number, part in enumerate(parts[1:], 1):
+        end = at + (length - at - sum(map(len, parts[number:]))) // (len(parts) - number)
+        source = distractors(number - 1)
+        while at < end and (piece := next(source, None)) is not None:
+            found.append(piece[: end - at])
+            at += len(found[-1])
+        found.append(part)
+        at += len(part)
+    return np.concatenate(found)
 
 
 class Similarity:
@@ -200,15 +216,15 @@ class NegativesLoader(RowLoader):
         anchor = self.shard.document(int(self._windows.order[place]))[: self.row_length // 2]
         parts = chunks(anchor, min(chunk_length(self.row_length), -(-len(anchor) // 2)))
         free = owners != self._windows.order[place]
-        at = row.put(0, parts[0], 0)
-        for number, (query, part) in enumerate(zip(similarity.of(parts[:-1]), parts[1:], strict=True), 1):
-            # Distractors are spread evenly over the gaps.
-            end = at + (self.row_length - at - sum(map(len, parts[number:]))) // (len(parts) - number)
-            scores = np.where(free, similarity.vectors @ query, -1.0)
-            while at < end and scores[best := int(np.argmax(scores))] >= 0:
-                at = row.put(at, pool[best][: end - at], 0)
+        queries = similarity.of(parts[:-1])
+
+        def distractors(number: int) -> Iterator[np.ndarray]:
+            scores = np.where(free, similarity.vectors @ queries[number], -1.0)
+            while scores[best := int(np.argmax(scores))] >= 0:
                 free[best], scores[best] = False, -1.0
-            at = row.put(at, part, 0)
+                yield pool[best]
+
+        row.put(0, stretch(parts, distractors, self.row_length), 0)
 
     def _shuffle(self, epoch: int) -> np.ndarray:
         """The documents to stretch, as places in the windows' order; window by window, so each pool is made once."""

@@ -165,12 +165,18 @@ def _what(experiment: Experiment, result: dict[str, Any]) -> str:
             "the same random numbers and see the same batches in the same order.",
             f"- Model: preset nano with {model}.",
             f"- Training: {(experiment.training or _on_text)(sizes)} All numbers are under `config` in result.json.",
-            f"- Text: Python's standard library, {corpus['train_tokens']:,} tokens for training and "
-            f"{corpus['held_out_tokens']:,} held out ({corpus['held_out_documents']} files, chosen by the hash of "
-            f"their path), vocabulary {corpus['vocab']}; SHA-256 of all texts {corpus['sha256'][:16]}….",
+            f"- Text: {corpus.get('text') or _standard_library(corpus)}, vocabulary {corpus['vocab']}; SHA-256 of all "
+            f"texts {corpus['sha256'][:16]}….",
             f"- On: {_where(machine)}, one thread per run; torch {software['torch']}, Python "
             f"{software['python']}; {result['seconds']['total'] / 60:,.0f} minutes of all runs together.",
         ]
+    )
+
+
+def _standard_library(corpus: dict[str, Any]) -> str:
+    return (
+        f"Python's standard library, {corpus['train_tokens']:,} tokens for training and {corpus['held_out_tokens']:,} "
+        f"held out ({corpus['held_out_documents']} files, chosen by the hash of their path)"
     )
 
 

@@ -20,7 +20,6 @@ from glm5.errors import ConfigError, Glm5Error, UsageError, nearest
 from glm5.files import atomic_write, publish_dir
 from glm5.reproduce import verdict
 from glm5.reproduce.card import write_card
-from glm5.reproduce.corpus import build_corpus
 from glm5.reproduce.experiments import EXPERIMENTS
 from glm5.reproduce.plan import Experiment, Sizes
 from glm5.reproduce.runner import run_all, title
@@ -194,7 +193,7 @@ def _claim(
         if not fixed:
             steps = known
     sizes = experiment.sizes(quick, steps)
-    corpus = build_corpus(folder / "corpus", sizes["vocab"], sizes["max_bytes"])
+    corpus = experiment.corpus(folder / "corpus", sizes)
     plan = {"name": experiment.name, "quick": quick, "sizes": sizes, "corpus": corpus, "device": device}
     plan = json.loads(json.dumps(plan))
     if before is not None and before != plan and any(folder.glob("runs/*/*")):
@@ -216,7 +215,7 @@ def _fitting_steps(
     sizes = experiment.sizes(quick, None)
     _say(f"a trial of {TRIAL_STEPS} steps, to see how many fit into {seconds / 60:g} minutes")
     began = time.monotonic()
-    build_corpus(folder / "corpus", sizes["vocab"], sizes["max_bytes"])
+    experiment.corpus(folder / "corpus", sizes)
     shutil.rmtree(trial, ignore_errors=True)
     trial.mkdir(parents=True)
     (trial / "corpus").symlink_to((folder / "corpus").resolve())

@@ -14,6 +14,7 @@ from glm5.data.shards import Shard, open_shard
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.obs.metrics import MetricsWriter, read_metrics
 from glm5.parallel.ranks import Ranks
+from glm5.reproduce.corpus import build_corpus
 from glm5.train.loop import StageIO
 
 METRICS = "metrics.jsonl"
@@ -146,6 +147,11 @@ class Work:
         return curve(self.rows(), name)
 
 
+def standard_library(folder: Path, sizes: Sizes) -> dict[str, Any]:
+    """The corpus of most experiments."""
+    return build_corpus(folder, sizes["vocab"], sizes["max_bytes"])
+
+
 @dataclass(frozen=True)
 class Experiment:
     """A claim of the paper, and its test.
@@ -167,6 +173,8 @@ class Experiment:
     limits: tuple[str, ...]
     training: Callable[[Sizes], str] | None = None
     """How it was trained, for the card, if not by next-token training on text."""
+    corpus: Callable[[Path, Sizes], dict[str, Any]] = standard_library
+    """Makes the folder of texts unless it exists; returns counts, `sha256` and, for the card, `text`."""
 
     def variant(self, name: str) -> Variant:
         return next(variant for variant in self.variants if variant.name == name)

@@ -29,6 +29,7 @@ from glm5.reproduce import (
     command,
     efficient_attention,
     muon_split,
+    plan,
     reproduce,
     runner,
     summary,
@@ -290,13 +291,19 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[
     return get
 
 
-SLOW = ("icepop", "lag", "rollout-dtype", "reasoning-rl", "distillation", "dsa-bonus", "general-rewards", "slides")
-"""These take the path of `topk`, which `make test` runs."""
+SLOW = (
+    "icepop", "lag", "rollout-dtype", "reasoning-rl", "distillation", "dsa-bonus", "general-rewards", "slides",
+    "data-quality",
+)  # fmt: skip
+"""These take the path of `topk`, which `make test` runs; `data-quality` makes five corpora first."""
+NEEDS = {"data-quality": "datatrove"}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in NAMES])
 def test_quick(name: str, finished: Any) -> None:
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
     folder, result = finished(name)
     experiment = EXPERIMENTS[name]
     assert result == json.loads((folder / "result.json").read_text(encoding="utf-8"))
@@ -491,7 +498,7 @@ def test_steps_that_fit_a_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         return Outcome({"loss": 1.0}, 1)
 
     experiment = replace(EXPERIMENTS["mtp"], run=run)
-    monkeypatch.setattr(command, "build_corpus", lambda folder, vocab, size: {})
+    monkeypatch.setattr(plan, "build_corpus", lambda folder, vocab, size: {})
     monkeypatch.setattr(command, "run_all", lambda *arguments: runner.Report())
     took = {"seconds": {"wall": 10.0, "training": 8.0, "step": 0.1}}
     monkeypatch.setattr(command, "_need", lambda folder, variant, seed: took)

@@ -153,6 +153,8 @@ def test_recall_of_a_conversation(needles: int, folder: Path, tokenizer: Tokeniz
     for other in {*same} - {wanted}:
         ratio = difflib.SequenceMatcher(None, other, wanted).ratio()
         assert plan.score(f"{found[1]}{other}") == pytest.approx(ratio) and ratio < 1.0
+    long = difflib.SequenceMatcher(None, wanted + "~" * 9 * len(wanted), wanted, autojunk=False).ratio()
+    assert plan.score(f"{found[1]}{wanted}{'~' * 9 * len(wanted)}") == pytest.approx(long)  # a long tail costs
     assert plan.score(found[1] + "x" * 1_000_000) < 0.1  # and soon
 
 

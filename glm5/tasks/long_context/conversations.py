@@ -34,8 +34,10 @@ class Conversation:
         """From 0 to 1."""
         if not reply.startswith(self.prefix):
             return 0.0
-        said = reply.removeprefix(self.prefix).strip()[: 4 * len(self.answer)]  # the ratio takes quadratic time
-        return SequenceMatcher(None, said, self.answer).ratio()
+        said = reply.removeprefix(self.prefix).strip()
+        start = said[: 4 * len(self.answer)]  # the ratio takes quadratic time; what follows counts as different
+        ratio = SequenceMatcher(None, start, self.answer).ratio()
+        return ratio * (len(start) + len(self.answer)) / (len(said) + len(self.answer))
 
     @property
     def needles(self) -> tuple[str, ...]:

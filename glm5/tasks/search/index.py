@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from glm5.errors import DataError, MissingExtraError
+from glm5.data.chunk_index import bm25_library
+from glm5.errors import DataError
 from glm5.files import publish_dir
 from glm5.tasks.search.records import words
 
@@ -32,22 +32,6 @@ FORBIDDEN_WORDS = 13
 LEAST_FORBIDDEN = 8
 """Words in a row that a page must share with a forbidden text to be left out; a shorter text counts as a whole if it
 has at least LEAST_FORBIDDEN."""
-
-
-def _library() -> Any:
-    """bm25s, imported without JAX: where JAX is installed too, bm25s would start it, and that takes three quarters of a
-    GPU's memory for good."""
-    hide = "bm25s" not in sys.modules and "jax" not in sys.modules
-    if hide:
-        sys.modules["jax"] = None  # type: ignore[assignment]
-    try:
-        import bm25s
-    except ImportError as error:
-        raise MissingExtraError("bm25s", "search") from error
-    finally:
-        if hide:
-            del sys.modules["jax"]
-    return bm25s
 
 
 @dataclass(frozen=True)
@@ -76,7 +60,7 @@ class Index:
             raise DataError("The web has no page with a word, so there is nothing to index.")
         vocabulary: dict[str, int] = {}
         ids = [[vocabulary.setdefault(word, len(vocabulary)) for word in page] for page in tokens]
-        retriever = _library().BM25(method="lucene", k1=1.2, b=0.75)
+        retriever = bm25_library().BM25(method="lucene", k1=1.2, b=0.75)
         retriever.index((ids, vocabulary), show_progress=False)
         return cls(retriever, urls)
 
@@ -94,7 +78,8 @@ class Index:
             made = json.loads((folder / "urls.json").read_text(encoding="utf-8"))
             if not isinstance(made, dict) or made["pages"] != pages:
                 raise ValueError("it was made from other pages")
-            urls, retriever = list(map(str, made["urls"])), _library().BM25.load(folder, mmap=True, allow_pickle=False)
+            urls = list(map(str, made["urls"]))
+            retriever = bm25_library().BM25.load(folder, mmap=True, allow_pickle=False)
             if retriever.scores["num_docs"] != len(urls) or not isinstance(retriever.vocab_dict, dict):
                 raise ValueError("its parts do not belong together")
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:

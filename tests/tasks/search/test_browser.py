@@ -188,6 +188,6 @@ def test_the_index_does_not_start_jax(tmp_path: Path) -> None:
     """bm25s imports JAX if it is there, which takes most of a GPU's memory."""
     (tmp_path / "jax").mkdir()
     (tmp_path / "jax/__init__.py").write_text("raise SystemExit('JAX was started')")
-    code = "import sys; from glm5.tasks.search import index; index._library(); assert 'jax' not in sys.modules"
+    code = "import sys; from glm5.tasks.search import index; index.bm25_library(); assert 'jax' not in sys.modules"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
