@@ -25,9 +25,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from glm5.parallel.fsdp import parameter_slots
 
-_reduce_scatter = (
-    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-)  # its name up to torch 2.12
+# Its name is another one up to torch 2.12.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def shard_parameters(model: nn.Module, everyone: DeviceMesh, same_experts: DeviceMesh, device: torch.device) -> None:

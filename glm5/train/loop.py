@@ -82,6 +82,8 @@ class StageIO:
 def build_optimizer(model: nn.Module, config: OptimConfig, trainable: Trainable = lambda name: True) -> Muon:
     """Muon (with Muon Split) and AdamW over the trainable parameters; a config of kind "adamw" uses AdamW for all."""
     groups = muon_groups(model, split=config.muon_split, trainable=trainable)
+    if not groups and getattr(model, "staged", False):  # a pipeline stage may have nothing to train
+        groups = [{"params": [], "names": [], "kind": "adamw"}]
     # Gradients of an earlier stage on parameters that are frozen now would count in every gradient norm.
     model.zero_grad(set_to_none=True)
     if config.kind == "adamw":
@@ -276,7 +278,8 @@ class Trainer:
         """Clip the gradients of backbone and indexers separately: in one common norm, the indexers' loss would scale
         the backbone's update (§2.1.1 isolates the two)."""
         parts = self._clipped_apart()
-        everyone = self.ranks.sum if self.model.staged else None
+        # The same device on all ranks: a stage may have no gradients of a kind.
+        everyone = (lambda square: self.ranks.sum(square.to(self.ranks.device))) if self.model.staged else None
         return {name: clip_gradients(parts[name], self.config.clip, everyone) for name in self.clipped}
 
     def _clipped_apart(self) -> dict[str, list[nn.Parameter]]:

@@ -52,6 +52,7 @@ def more(job: Any, task: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[
         "paper": task("follow", PAPER, options={"micro_rows": 2}),
         "interleaved, deferred": task("gradients", INTERLEAVED | {"pp_deferred": 2}),
         "warmup": task("gradients", {"pp": 2}, warmup=True, options={"micro_rows": 1, "recompute": True}),
+        "warmup, paper": task("follow", PAPER, warmup=True, steps=2),
         "cut": task("run", INTERLEAVED, stop=3, out=str(folder / "two")),
         "same": task("run", PAPER, copy=str(folder / "two"), out=str(folder / "same")),
         "skipped": task("spoilt", PAPER),
@@ -59,6 +60,7 @@ def more(job: Any, task: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[
     found = dict(zip(two, job(2, *two.values()), strict=True))
     one = {
         "follow": task("follow"),
+        "warmup one": task("follow", warmup=True, steps=2),
         "kl gradients": task("gradients", warmup=True),
         "whole": task("run", out=str(folder / "one")),
         "single": task("run", copy=str(folder / "two"), out=str(folder / "single")),
@@ -95,6 +97,8 @@ def test_other_gradients_are_those_of_one_process(results: dict[str, Any], more:
     """With both; and of the indexers alone: then no gradient travels between stages."""
     check_gradients(results["gradients"], more["interleaved, deferred"])
     check_gradients(more["kl gradients"], more["warmup"])
+    values = [[n["indexer_kl"] for n in more[name]["numbers"]] for name in ("warmup one", "warmup, paper")]
+    assert values[1] == pytest.approx(values[0], abs=1e-6)  # also if the last stage has nothing to train
 
 
 def check_gradients(expected: Any, found: Any) -> None:
