@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from glm5.config.activations import WIDE, Attention, Forward
-from glm5.config.arithmetic import attention_flops, cache_bytes, component_counts, size_report
+from glm5.config.arithmetic import attention_flops, cache_bytes, size_report
 from glm5.config.devices import Device, device_named
 from glm5.config.model import GLM5Config
 from glm5.config.recipe import (
@@ -25,7 +25,8 @@ from glm5.config.recipe import (
     Stage,
     TokenizerStage,
 )
-from glm5.config.step_memory import PHASES, Setting, sizes, step_memory
+from glm5.config.parameters import parameters
+from glm5.config.step_memory import PHASES, Setting, step_memory
 from glm5.errors import ConfigError, UsageError
 
 # Those of `glm5/engine/engine.py` and `glm5/rl/learner.py`, whose import would load torch; a test compares them.
@@ -217,7 +218,7 @@ def _policy_setting(recipe: RunRecipe, stage: PolicyStage, config: GLM5Config, g
 
 def _beside(recipe: RunRecipe, stage: PolicyStage, config: GLM5Config, gpus: int) -> dict[str, int]:
     """Bytes of an RL stage besides the learner's: the engine on the same device with its cache, and other models."""
-    total = sizes(config).total
+    total = sum(p.size for p in parameters(config))
     item = WIDE if stage.engine_dtype == "float32" else 2
     concurrency = stage.concurrency or stage.prompts * stage.group
     cache = cache_bytes(config, 1) * item // 2
@@ -250,8 +251,7 @@ def model_flops(config: GLM5Config, forward: Forward) -> float:
     report = size_report(dense, forward.length)
     flops = float(report["train_flops_per_token"])
     if forward.attention == "warmup":  # the indexers learn, all else only goes forward
-        indexer = component_counts(config)["indexer"] * (sizes(config).indexers)
-        return flops / 3 + 3 * 2 * indexer
+        return flops / 3 + 3 * 2 * sum(p.size for p in parameters(config) if p.indexer)
     if forward.depths:
         parts = report["components"]
         active = config.num_experts_per_tok + config.n_shared_experts
