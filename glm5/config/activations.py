@@ -31,7 +31,8 @@ class Forward:
     `attention`: "dense", "sparse" (over selected keys), or "warmup" (dense, and only the indexers learn).
     `learns_index`: the indexers' loss is part of a sparse step. `depths` of MTP. `balance`: the loss of expert balance.
     `all_keys`: sparse attention that selects every key, as in exact mode. `cpu`: what the forms for a CPU keep as
-    well. `ep` processes divide the experts.
+    well. `cp`: processes that divide the tokens evenly; each may need the keys of all. `ep`: those that divide the
+    experts.
     """
 
     rows: int
@@ -45,11 +46,13 @@ class Forward:
     balance: bool = True
     all_keys: bool = False
     cpu: bool = False
+    cp: int = 1
     ep: int = 1
 
     @property
     def tokens(self) -> int:
-        return self.rows * self.length
+        """Tokens that this process computes."""
+        return self.rows * self.length // self.cp
 
 
 def mode_of(step: Forward, layer: int) -> Recompute:
@@ -101,6 +104,16 @@ def gradient_bytes(config: GLM5Config, step: Forward, layer: int, divided: bool 
     entering = rows * c.hidden_size * (2 if divided else 1) + 2 * c.hidden_size
     at_weights = 2 * c.hidden_size + rows * (2 * inner - (c.hidden_size if rows > 1 else 0) - 3 * inner)
     return step.tokens * entering * step.item, step.tokens * at_weights * step.item
+
+
+def exchanged_bytes(config: GLM5Config, step: Forward) -> int:
+    """Bytes of keys that a process receives in one layer: of MLA latents and, if it has an indexer, index keys. At most
+    those of all tokens of its rows that other processes compute."""
+    if step.cp == 1:
+        return 0
+    selects = config.use_dsa and step.attention != "dense"
+    width = config.cache_values_per_token + (config.index_head_dim if selects else 0)
+    return step.tokens * (step.cp - 1) * width * step.item
 
 
 def logits_bytes(config: GLM5Config, step: Forward) -> int:
@@ -172,7 +185,7 @@ def _learning_index(config: GLM5Config, step: Forward, layer: int) -> int:
         return 0
     queries = config.index_n_heads * config.index_head_dim
     projected = config.hidden_size + config.q_lora_rank + config.index_head_dim
-    gradients = (queries + config.index_head_dim) * step.item + config.index_n_heads * WIDE
+    gradients = (queries + step.cp * config.index_head_dim) * step.item + config.index_n_heads * WIDE
     return projected * step.item + gradients + 2 * WIDE
 
 
@@ -187,12 +200,12 @@ def _mla(config: GLM5Config, step: Forward, layer: int) -> int:
     if step.recompute == "selective":
         numbers = kept_by_both + queries + c.hidden_size
         if step.attention == "dense":
-            return (numbers + expanded + values) * item + sums
+            return (numbers + step.cp * expanded + values) * item + sums
         absorbed = 2 * heads * c.kv_lora_rank + values
         return (numbers + absorbed) * item + sums + _indices(c, step) + _index_selective(c, step, layer)
-    numbers = c.hidden_size + 2 * kept_by_both + queries
+    numbers = c.hidden_size + 2 * kept_by_both + queries + (step.cp - 1) * latent
     if step.attention == "dense":
-        return (numbers + expanded + queries + 2 * values) * item + sums + 3 * WIDE
+        return (numbers + step.cp * (expanded + queries) + 2 * values) * item + sums + 3 * WIDE
     absorbed = heads * (latent + c.kv_lora_rank) + values
     return (numbers + absorbed) * item + sums + 3 * WIDE + _indices(c, step) + _index(c, step, layer)
 
@@ -203,7 +216,8 @@ def _index(config: GLM5Config, step: Forward, layer: int) -> int:
         return 0
     queries = config.index_n_heads * config.index_head_dim
     keys = min(config.index_topk or step.length, step.length)
-    return (queries + 2 * config.index_head_dim) * step.item + config.index_n_heads * WIDE + (keys + 2) * WIDE
+    products = queries + (1 + step.cp) * config.index_head_dim
+    return products * step.item + config.index_n_heads * WIDE + (keys + 2) * WIDE
 
 
 def _index_selective(config: GLM5Config, step: Forward, layer: int) -> int:
@@ -223,7 +237,7 @@ def _gqa(config: GLM5Config, step: Forward) -> int:
     if step.recompute == "selective":
         return (2 * queries + 2 * keys + c.hidden_size) * step.item + sums
     normed = queries + keys if c.use_qk_norm else 0
-    return (c.hidden_size + normed + 3 * queries + 2 * keys) * step.item + sums + 3 * WIDE
+    return (c.hidden_size + normed + 3 * queries + 2 * step.cp * keys) * step.item + sums + 3 * WIDE
 
 
 def _feed_forward(config: GLM5Config, step: Forward, dense: bool) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from glm5.config.schema import Frozen
@@ -19,6 +21,13 @@ class Layout(Frozen):
 
     ep: int = Field(1, ge=1)
     """Processes that divide the experts of a layer; it must divide the number of experts."""
+    cp: int = Field(1, ge=1)
+    """Context parallelism: processes that take the same rows and divide their tokens. It must divide the number of
+    processes. A `cp` larger than the processes of a node must be a multiple of them."""
+    cp_plan: Literal["workload", "zigzag"] = "workload"
+    """How `cp` divides tokens. "workload": evenly by work; a long document is cut over as many processes as needed, a
+    short one stays on one. "zigzag": every row is cut into 2 cp chunks, of which each process takes an early and a late
+    one."""
     device: str = Field("auto", pattern=DEVICE_PATTERN)
     """Device of training, rollouts and evaluation: "auto" (CUDA, then another accelerator, then the CPU), "cpu", or a
     device's name in torch such as "cuda:1". Several processes communicate by the device's own library (NCCL for CUDA),

@@ -6,7 +6,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from glm5.config.activations import WIDE, Forward, again_bytes, gradient_bytes, kept_by_heads, kept_by_layers, logits_bytes
+from glm5.config.activations import (
+    WIDE,
+    Forward,
+    again_bytes,
+    exchanged_bytes,
+    gradient_bytes,
+    kept_by_heads,
+    kept_by_layers,
+    logits_bytes,
+)
 from glm5.config.model import GLM5Config
 from glm5.config.parameters import ENDS, Parameter, parameters
 from glm5.config.pipeline import Span, divide
@@ -220,6 +229,8 @@ class RankStep:
             local = self.whole(layer, learning=True) * item
             earlier = local if depth and not last else 0  # of a later depth of the same layer
             alive = {**fixed, "activations": sum(kept[: i + 1])}
+            if exchanged := exchanged_bytes(c, forward):  # keys from other processes, and their gradients
+                alive["communication: keys"] = 2 * exchanged
             if again := again_bytes(c, forward, layer):
                 alive["activations: computed again"] = again
             if i == 0 or depth:

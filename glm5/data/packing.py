@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -32,6 +32,35 @@ class StepCounts:
 
 
 @dataclass(frozen=True)
+class TokenPart:
+    """One rank's tokens of the rows of a micro-batch, if context parallelism divides them over ranks (see
+    `glm5/parallel/context.py`). All tensors are int64 [1, t], one value per token.
+
+    `cells`: place in `whole`, row-major. `positions`: place in the document. The keys that a token may see are
+    start .. end - 1 of the `keys` that `gather` makes of the ranks' keys: [1, t, ...] -> [1, keys, ...],
+    differentiable. `add_up` sums a tensor over the ranks that share the rows, in place.
+    """
+
+    whole: Batch
+    cells: Tensor
+    positions: Tensor
+    start: Tensor
+    end: Tensor
+    keys: int
+    gather: Callable[[Tensor], Tensor]
+    add_up: Callable[[Tensor], Tensor]
+
+    def pick(self, values: Tensor) -> Tensor:
+        """The values [B, T] of `whole` at these tokens: [1, t]."""
+        return values.flatten()[self.cells]
+
+    def to(self, device: torch.device) -> TokenPart:
+        """The same on a device."""
+        cells, positions, start, end = (put(x, device) for x in (self.cells, self.positions, self.start, self.end))
+        return replace(self, whole=self.whole.to(device), cells=cells, positions=positions, start=start, end=end)
+
+
+@dataclass(frozen=True)
 class Batch:
     """Packed token rows, all tensors [B, T].
 
@@ -40,7 +69,7 @@ class Batch:
     targets (answers, assistant turns), too few to train multi-token prediction. `step` counts the optimizer step that
     the batch belongs to; None means that the batch is the whole step. `before` is the number of cells, padding
     included, in all rows of the stage before this step. `on_host` is the same batch on the CPU, if this one is on an
-    accelerator, which would have to be waited for.
+    accelerator, which would have to be waited for. `part`: the batch is one row [1, t] of this rank's tokens.
     """
 
     ids: Tensor
@@ -50,9 +79,13 @@ class Batch:
     step: StepCounts | None = None
     before: int = 0
     on_host: Batch | None = None
+    part: TokenPart | None = None
 
     def targets(self, ahead: int = 1) -> tuple[Tensor, Tensor]:
         """Token `ahead` positions after each position, and whether it is a target of the same document: two [B, T]."""
+        if self.part is not None:
+            ids, valid = self.part.whole.targets(ahead)
+            return self.part.pick(ids), self.part.pick(valid) & (self.documents >= 0)
         ids = torch.zeros_like(self.ids)
         ids[:, :-ahead] = self.ids[:, ahead:]
         valid = torch.zeros_like(self.loss_mask)
@@ -77,7 +110,8 @@ class Batch:
         """The same batch on a device. A copy to an accelerator is not waited for."""
         ids, documents, mask = (put(getattr(self, name), device) for name in _TENSORS)
         host = None if ids.is_cpu else self.on_host or self
-        return replace(self, ids=ids, documents=documents, loss_mask=mask, on_host=host)
+        part = None if self.part is None else self.part.to(device)
+        return replace(self, ids=ids, documents=documents, loss_mask=mask, on_host=host, part=part)
 
     def rows(self, start: int, stop: int) -> Batch:
         """Rows start .. stop - 1; rows past the end are padding, so every rank gets a batch of one shape."""

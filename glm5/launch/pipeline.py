@@ -32,7 +32,7 @@ from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.model.hf_weights import write_checkpoint
 from glm5.obs import PipelineProgress, check_sinks, logged, open_metrics
 from glm5.obs.environment import write_environment
-from glm5.parallel.ranks import Ranks, check_layout, ranks_from_environment, world_size
+from glm5.parallel.ranks import Ranks, check_layout, check_model, ranks_from_environment, world_size
 from glm5.rl.algos import stage_algorithm
 from glm5.rl.learner import Agreement
 from glm5.rl.prompts import PromptStream
@@ -126,13 +126,19 @@ def _check(recipe: RunRecipe, world: int = 1) -> None:
         if recipe.launch.backend == "ray" and importlib.util.find_spec("ray") is None:
             raise MissingExtraError("ray", "ray")
     check_indexers(recipe)
-    if world > 1 or recipe.parallel.ep > 1:
+    if world > 1 or recipe.parallel.ep > 1 or recipe.parallel.cp > 1:
         model = GLM5Config.load(recipe.start) if recipe.start else GLM5Config.preset(recipe.preset, **recipe.model)
         check_layout(recipe.parallel, world, model.n_routed_experts)
+        check_model(recipe.parallel, model)
     for stage in recipe.stages:
         runner_of(stage)
         if stage.kind == "general" and recipe.launch is not None and recipe.launch.history == "text":
             raise ConfigError(f'{stage.name}: General RL scores whole answers, which launch.history = "text" splits.')
+        if recipe.parallel.cp > 1 and isinstance(stage, PolicyStage):
+            raise ConfigError(
+                f"{stage.name}: the learner of stages of kind {stage.kind} does not divide rows (parallel.cp = "
+                f"{recipe.parallel.cp}); run this stage with parallel.cp = 1, which may resume the run."
+            )
         if world > 1 and isinstance(stage, PolicyStage) and recipe.launch is None:
             raise ConfigError(
                 f"{stage.name}: without a section [launch], stages of kind {stage.kind} run in one process, and this "

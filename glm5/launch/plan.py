@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from glm5.config.activations import WIDE, Attention, Forward
+from glm5.config.activations import WIDE, Attention, Forward, exchanged_bytes
 from glm5.config.arithmetic import attention_flops, cache_bytes, size_report
 from glm5.config.devices import Device, device_named
 from glm5.config.model import GLM5Config
@@ -121,16 +121,27 @@ def _stage(recipe: RunRecipe, stage: Stage, config: GLM5Config, gpus: int, devic
         "problems": _problems(recipe, stage, config, gpus, device, memory["peak"]),
         "memory": memory,
         "tokens_per_step": tokens,
+        "exchanged_bytes_per_step": _exchanged(config, setting),
         "flops_per_token": round(flops),
         "tokens_per_second": speed,
         "seconds": None if rolls else stage.optim.steps * tokens / speed,  # rollouts take most of RL's time
     }
 
 
+def _exchanged(config: GLM5Config, setting: Setting) -> int:
+    """Bytes of keys and of their gradients that a process receives in a step from those with other tokens of its rows
+    (context parallelism), at most."""
+    forward = setting.forward
+    layers = config.num_hidden_layers + forward.depths
+    passes = 1 + (forward.attention != "warmup") + bool(forward.recompute)
+    return exchanged_bytes(config, forward) * layers * passes * setting.parts
+
+
 def _problems(recipe: RunRecipe, stage: Stage, config: GLM5Config, gpus: int, device: Device, peak: int) -> list[str]:
-    found, ep = [], recipe.parallel.ep
-    if gpus % ep:
-        found.append(f"parallel.ep = {ep} does not divide {gpus} processes; choose a divisor.")
+    found, ep, cp = [], recipe.parallel.ep, recipe.parallel.cp
+    for key, size in {"ep": ep, "cp": cp}.items():
+        if gpus % size:
+            found.append(f"parallel.{key} = {size} does not divide {gpus} processes; choose a divisor.")
     if config.n_routed_experts % ep:
         found.append(f"parallel.ep = {ep} does not divide the {config.n_routed_experts} experts of a layer.")
     if isinstance(stage, PolicyStage) and gpus > 1 and recipe.launch is None:
@@ -151,12 +162,14 @@ def _advice(stage: Stage, gpus: int) -> str:
     changes = [] if stage.micro_rows == 1 else ["fewer micro_rows"]
     changes += [] if stage.recompute is True else ["recompute = true"]
     changes += [] if stage.dtype == "bfloat16" else ['dtype = "bfloat16"']
+    changes += ["a larger parallel.cp"] if stage.micro_rows == 1 and gpus > 1 else []
     return f"Take {', '.join([*changes, 'more GPUs' if gpus > 1 else 'more than one GPU'])} or a smaller model."
 
 
 def _gradient_setting(recipe: RunRecipe, stage: GradientStage, config: GLM5Config, gpus: int) -> tuple[Setting, int]:
     """How the stage's steps run on a process, and the tokens of a whole step."""
-    own = -(-stage.rows // gpus)
+    cp = recipe.parallel.cp if gpus % recipe.parallel.cp == 0 else 1
+    own = -(-stage.rows // (gpus // cp))
     micro = min(stage.micro_rows or own, own)
     attention: Attention = "sparse" if config.selects_keys else "dense"
     depths, learns, trains = 0, False, "all"
@@ -179,6 +192,7 @@ def _gradient_setting(recipe: RunRecipe, stage: GradientStage, config: GLM5Confi
         depths,
         stage.recompute,
         balance=isinstance(stage, CorpusStage) and bool(stage.balance_weight),
+        cp=cp,
     )
     setting = replace(_job(recipe, stage, forward, gpus), parts=-(-own // micro), offload=stage.offload, trains=trains)
     return setting, stage.rows * stage.row_length

@@ -91,7 +91,7 @@ class CompiledLayer:
         """Whether these arguments are for the compiled form (see `compile_layers`)."""
         if self.compiler.failed or not torch.is_grad_enabled() or not native.by_operator(x):
             return False
-        if ctx.exact or ctx.cache is not None or ctx.max_logits is not None:
+        if ctx.exact or ctx.cache is not None or ctx.gather_keys is not None or ctx.max_logits is not None:
             return False
         return all(e.plain for e in self.experts) and not any(i.rule for i in self.indexers)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -148,6 +149,8 @@ class ForwardContext:
     its own latent, `state_rows` [B] is the recurrent state of each sequence, `first_key` is the first position that
     queries see, and lengths [B] is the number of real tokens per row (None = all; padding matters to recurrent layers
     only).
+    With context parallelism, `gather_keys` makes of the keys [B, T, ...] of this rank's tokens the `key_length` keys
+    that its queries read, [B, S, ...], and `key_range` is given.
     `exact` computes in the forms that learner and engine share: the bits of a token then do not depend on its batch, on
     a cache or on the row length. `attend_dense` keeps attention dense even with an indexer (DSA warm-up). max_logits,
     if not None, receives the largest attention logit of each head [N] by layer (softmax attention only). `recompute`:
@@ -164,6 +167,7 @@ class ForwardContext:
     first_key: int = 0
     lengths: Tensor | None = None
     key_length: int = 0
+    gather_keys: Callable[[Tensor], Tensor] | None = None
     exact: bool = True
     attend_dense: bool = False
     observer: Observer | None = None
@@ -206,7 +210,9 @@ class ForwardContext:
 
     def store(self, layer: int, latents: Tensor, index_keys: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Write the latents and index keys [B, T, ...] of this batch into the cache, if there is one. Returns what its
-        queries read: these, or `pools`."""
+        queries read: these, `pools`, or with context parallelism those of all ranks."""
+        if self.gather_keys is not None:
+            return self.gather_keys(latents), None if index_keys is None else self.gather_keys(index_keys)
         pools = self.pools(layer)
         if pools is None or self.places is None:
             return latents, index_keys
@@ -248,7 +254,9 @@ class ForwardContext:
         Documents are contiguous, so a range is enough and memory stays linear in the length.
         """
         if window not in self._ranges:
-            if self.cache is not None:
+            if self.gather_keys is not None:
+                start, end = self._ranges[None]
+            elif self.cache is not None:
                 start, end = torch.full_like(self.positions, self.first_key), self.positions + 1
             else:
                 index = torch.arange(self.length, device=self.positions.device).expand_as(self.positions)

@@ -70,7 +70,8 @@ def _selectively(layer: nn.Module, x: Tensor, ctx: ForwardContext, rest: Sequenc
     def inside(x: Tensor, *rest: Tensor | None) -> Any:
         observed, routed = ctx.observer is not None, ctx.router_stats is not None
         tables = ctx.positions, ctx.documents, ctx._rope, ctx._ranges
-        runs.append(noting(*tables, ctx.attend_dense, observed, routed, ctx.exact))
+        own = noting(*tables, ctx.attend_dense, observed, routed, ctx.exact)
+        runs.append(replace(own, gather_keys=ctx.gather_keys, key_length=ctx.key_length))
         return layer(x, runs[-1], *rest)
 
     out = checkpoint(inside, x, *rest, use_reentrant=False, preserve_rng_state=False, context_fn=selective_contexts)

@@ -56,7 +56,8 @@ class MLA(nn.Module):
         every = ctx.exact and ctx.observer is None
         absorbs = selects or every or ctx.cache is not None
         # Exact mode promises engine and learner the same bits, so it takes the operations that have a gradient.
-        if absorbs and not (x.is_cpu or ctx.exact or torch.is_grad_enabled()):
+        fuses = absorbs and ctx.gather_keys is None
+        if fuses and not (x.is_cpu or ctx.exact or torch.is_grad_enabled()):
             q, latents, state = self._project_fused(x, ctx)
         else:
             q, latents, state = self._project(x, ctx)

@@ -17,13 +17,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from glm5.config.model import GLM5Config
 from glm5.config.parallel import Layout
+from glm5.data.packing import Batch
 from glm5.device import choose_device
 from glm5.errors import Glm5Error
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.model.hf_weights import verify_checkpoint
+from glm5.parallel.context import context_group
 from glm5.parallel.expert import divide_experts
 from glm5.parallel.fsdp import RUN, export_shards, fill_shards, local_slice, shard_model, unshard_model
-from glm5.parallel.ranks import Ranks, ShardSlice, check_layout
+from glm5.parallel.ranks import Ranks, ShardSlice, check_layout, check_model
 
 T = TypeVar("T")
 
@@ -52,6 +54,8 @@ class TorchRanks(Ranks):
         numbers = torch.arange(self.world).view(-1, layout.ep)
         self._everyone = DeviceMesh(kind, torch.arange(self.world), mesh_dim_names=("all",))
         self._grid = DeviceMesh(kind, numbers, mesh_dim_names=("dp", "ep"))
+        self.row_share, self.row_shares = self.rank // layout.cp, self.world // layout.cp
+        self._context = context_group(layout, self.device) if layout.cp > 1 else None
 
     @property
     def _experts(self) -> dist.ProcessGroup | None:
@@ -64,7 +68,11 @@ class TorchRanks(Ranks):
         self.on_main(lambda: verify_checkpoint(path))
         return self.together(lambda: GLM5ForCausalLM.from_pretrained(path, device="meta"))
 
+    def own_tokens(self, batch: Batch, config: GLM5Config) -> Batch:
+        return batch if self._context is None else self._context.own_tokens(batch, config)
+
     def shard(self, model: GLM5ForCausalLM, dtype: torch.dtype, trainable: Callable[[str], bool]) -> GLM5ForCausalLM:
+        check_model(self.layout, model.config)
         gc.collect()  # the shards of the stage before are in reference cycles
         source, model.weight_source = model.weight_source, None
         if source is None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from glm5.config.model import GLM5Config
 from glm5.config.parallel import Layout
+from glm5.data.packing import Batch
 from glm5.device import choose_device, make_current
 from glm5.errors import ConfigError, Glm5Error
 from glm5.files import publish_dir
@@ -41,6 +42,8 @@ class Ranks:
 
     rank = 0
     world = 1
+    row_share, row_shares = 0, 1
+    """Which of how many parts of a step's rows this rank takes. Ranks of a context-parallel group take the same."""
     device = torch.device("cpu")
     async_save = True
     """`Layout.async_save`."""
@@ -55,8 +58,12 @@ class Ranks:
 
     def share(self, rows: int) -> tuple[int, int]:
         """First and last (exclusive) row of a step for this rank; rows past the end of the batch are padding."""
-        each = -(-rows // self.world)
-        return self.rank * each, (self.rank + 1) * each
+        each = -(-rows // self.row_shares)
+        return self.row_share * each, (self.row_share + 1) * each
+
+    def own_tokens(self, batch: Batch, config: GLM5Config) -> Batch:
+        """What this rank computes of a micro-batch of its rows: all, or with context parallelism a part."""
+        return batch
 
     def fresh(self, config: GLM5Config, seed: int) -> GLM5ForCausalLM:
         """A randomly initialised model; with several ranks it is deferred until `shard`, so no rank holds all of it."""
@@ -166,9 +173,23 @@ def check_layout(layout: Layout, world: int, experts: int | None = None) -> None
             f"parallel.ep = {layout.ep} does not divide the {world} process{'es' if world > 1 else ''} of this job; "
             "choose a divisor, or start another number with torchrun --nproc-per-node."
         )
+    if world % layout.cp:
+        raise ConfigError(
+            f"parallel.cp = {layout.cp} does not divide the {world} process{'es' if world > 1 else ''} of this job; "
+            "choose a divisor, or start another number with torchrun --nproc-per-node."
+        )
     if experts is not None and experts % layout.ep:
         raise ConfigError(
             f"parallel.ep = {layout.ep} does not divide the {experts} experts of a layer; choose a divisor."
+        )
+
+
+def check_model(layout: Layout, config: GLM5Config) -> None:
+    """Raises ConfigError for a model that the layout cannot divide."""
+    if layout.cp > 1 and config.has_recurrent_layers:
+        raise ConfigError(
+            f"parallel.cp = {layout.cp} cannot divide a recurrence over tokens (Gated DeltaNet, SimpleGDN); train this "
+            "model with parallel.cp = 1."
         )
 
 

@@ -290,7 +290,7 @@ class Trainer:
         return losses, metrics, loads
 
     def _forward(self, part: Batch, monitored: bool = False) -> tuple[Tensor, StepMetrics, ForwardContext]:
-        ctx = packed_context(part.documents, exact=False)
+        ctx = _context(part)
         ctx.router_stats, ctx.recompute = [], self.stage.recompute
         ctx.offload = Offload() if self.offloads else None
         ctx.max_logits = {} if monitored else None
@@ -308,7 +308,8 @@ class Trainer:
         size = self.stage.micro_rows or stop - start
         device = next(self.model.parameters()).device
         parts = [batch.rows(first, min(first + size, stop)) for first in range(start, stop, size)]
-        return [replace(part, step=counts).to(device) for part in parts]
+        divided = (self.ranks.own_tokens(replace(part, step=counts), self.model.config) for part in parts)
+        return [part.to(device) for part in divided]
 
     def _culprit(self, step: int, parts: Sequence[Batch], losses: Sequence[float], in_forward: bool) -> tuple[str, str]:
         """(name, description) of what made the step non-finite, found by computing the step again. All ranks must call,
@@ -342,6 +343,15 @@ class Trainer:
             _log.info("%s: updates of the first step\n%s", self.io.name, table(rows))
             text = json.dumps([asdict(row) for row in rows], indent=1)
             atomic_write(self.io.folder / "update_table.json", text + "\n")
+
+
+def _context(batch: Batch) -> ForwardContext:
+    if batch.part is None:
+        return packed_context(batch.documents, exact=False)
+    part = batch.part
+    ctx = ForwardContext(part.positions, batch.documents, key_length=part.keys, gather_keys=part.gather, exact=False)
+    ctx._ranges[None] = part.start, part.end
+    return ctx
 
 
 def _load_numbers(loads: Mapping[int, Tensor], monitored: bool) -> dict[str, float]:

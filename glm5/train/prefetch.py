@@ -60,7 +60,9 @@ class Prefetch:
         counts = found.counts() if isinstance(found, Batch) else StepCounts(0, 0, (0,) * MAX_AHEAD)
         # Failures and counts in one exchange: every rank goes on, or every rank raises.
         numbers = torch.tensor([isinstance(found, BaseException), counts.rows, counts.tokens, *counts.targets])
-        failed, rows, tokens, *targets = self._ranks.sum(numbers).tolist()
+        failed, *sums = self._ranks.sum(numbers).tolist()
+        copies = self._ranks.world // self._ranks.row_shares  # ranks that count the same rows
+        rows, tokens, *targets = (number // copies for number in sums)
         batch = self._ranks.together(lambda: _batch(found)) if failed else _batch(found)
         return replace(batch, step=StepCounts(rows, tokens, tuple(targets)))
 

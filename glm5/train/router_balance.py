@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from glm5.data.packing import Batch
+from glm5.data.packing import Batch, TokenPart
 from glm5.model.context import RouterStats
 from glm5.model.glm5 import GLM5ForCausalLM
 
@@ -17,6 +17,8 @@ def balance_loss(stats: list[RouterStats], batch: Batch, experts: int) -> Tensor
 
     f_e = E / (K T) * number of tokens that chose e, P_e = mean normalised score of e. Padding tokens do not count.
     """
+    if batch.part is not None:
+        return _balance_of_part(stats, batch, batch.part, experts)
     real = (batch.documents >= 0).flatten()
     rows, length = batch.documents.shape
     count = real.view(rows, length).sum(1).clamp_min(1).unsqueeze(1)
@@ -27,6 +29,25 @@ def balance_loss(stats: list[RouterStats], batch: Batch, experts: int) -> Tensor
         shares = scores / scores.sum(-1, keepdim=True) * real.unsqueeze(1)
         per_row = chosen.view(rows, length, -1).sum(1) * experts / (chosen_experts.shape[1] * count)
         total = total + (per_row * shares.view(rows, length, -1).sum(1) / count).sum() / batch.counts().rows
+    return total / len(stats)
+
+
+def _balance_of_part(stats: list[RouterStats], batch: Batch, part: TokenPart, experts: int) -> Tensor:
+    """This rank's part of `balance_loss`: f_e is that of the whole row, P_e the sum over this rank's tokens."""
+    documents = part.whole.documents
+    row, real = part.cells.squeeze(0) // documents.shape[1], (batch.documents >= 0).squeeze(0)
+    count = (documents >= 0).sum(1).clamp_min(1)
+    chosen = stats[0].scores.new_zeros(len(stats), len(documents) * experts)
+    for number, layer in enumerate(stats):
+        places = (row.unsqueeze(1) * experts + layer.experts).flatten()
+        chosen[number].scatter_add_(0, places, real.unsqueeze(1).expand_as(layer.experts).flatten().to(chosen.dtype))
+    part.add_up(chosen)
+    total = chosen.new_zeros(())
+    for layer, own in zip(stats, chosen.view(len(stats), -1, experts)):
+        per_row = own * experts / (layer.experts.shape[1] * count.unsqueeze(1))
+        shares = layer.scores / layer.scores.sum(-1, keepdim=True)
+        weights = per_row[row] * (real / count[row]).unsqueeze(1)
+        total = total + (shares * weights).sum() / batch.counts().rows
     return total / len(stats)
 
 

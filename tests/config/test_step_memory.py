@@ -36,6 +36,8 @@ KEPT = [
     {"attention": "sparse", "balance": False},
     {"attention": "warmup", "depths": 1},
     {"attention": "sparse", "all_keys": True, "item": 4, "balance": False},
+    *({"cp": 2, "recompute": mode} for mode in MODES),
+    *({"cp": 2, "recompute": mode, "attention": "sparse", "learns_index": True} for mode in MODES),
 ]
 
 
@@ -47,9 +49,13 @@ def batch_of(config: GLM5Config, rows: int, length: int) -> Batch:
 def kept_bytes(config: GLM5Config, step: Forward) -> int:
     """Bytes between forward and backward, without those of the model."""
     model = GLM5ForCausalLM(config).cast(torch.bfloat16 if step.item == 2 else torch.float32)
-    batch = batch_of(config, step.rows, step.length)
+    batch = batch_of(config, step.rows, step.length // step.cp)
     watch = IndexerLoss(batch, config.index_topk or 0)
     ctx = packed_context(batch.documents, exact=step.all_keys)
+    if step.cp > 1:  # the last tokens of rows; keys of other processes are copies of their own
+        start, end = ctx.key_range()
+        ctx._ranges[None] = start, end + step.length - step.length // step.cp
+        ctx.key_length, ctx.gather_keys = step.length, lambda keys: torch.cat([keys] * step.cp, dim=1)
     ctx.router_stats, ctx.recompute = [], step.recompute
     ctx.observer, ctx.attend_dense = watch if config.use_dsa else None, step.attention == "warmup"
     if config.use_dsa and not step.learns_index and step.attention == "sparse":

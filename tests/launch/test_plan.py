@@ -50,6 +50,7 @@ def test_every_recipe_has_a_plan(path: Path) -> None:
     [
         (["stages.pretrain.micro_rows=128", "stages.pretrain.recompute=false"], 1, "does not fit: it needs"),
         (["parallel.ep=3"], 1, "parallel.ep = 3 does not divide"),
+        (["parallel.cp=3"], 4, "parallel.cp = 3 does not divide"),
         (["parallel.ep=128"], 128, "does not divide the 64 experts"),
         ([], 4, r"needs a section \[launch\]"),
     ],
@@ -69,6 +70,16 @@ def test_more_memory_fits_more() -> None:
     assert small["stages"][0]["memory"] == large["stages"][0]["memory"]
     assert not small["fits"] and large["fits"]
     assert large["stages"][0]["tokens_per_second"] > 2 * small["stages"][0]["tokens_per_second"]
+
+
+def test_context_parallel_processes_divide_tokens() -> None:
+    """Activations shrink with `cp`, less than by its number: keys of all tokens are kept."""
+    changes = ["stages.pretrain.rows=8", "stages.pretrain.micro_rows=1", "stages.pretrain.recompute=false"]
+    plans = [load_and_plan(RECIPES / "one-gpu.toml", [*changes, f"parallel.cp={cp}"], 8, "h100") for cp in (1, 8)]
+    one, eight = (found["stages"][0] for found in plans)
+    assert 1 / 8 < eight["memory"]["activations"] / one["memory"]["activations"] < 1 / 3
+    assert one["exchanged_bytes_per_step"] == 0 < eight["exchanged_bytes_per_step"]
+    assert one["tokens_per_step"] == eight["tokens_per_step"]
 
 
 def test_flops() -> None:

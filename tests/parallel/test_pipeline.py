@@ -160,6 +160,11 @@ def test_what_ranks_cannot_do_is_said_before_anything_starts(
     monkeypatch.setenv("WORLD_SIZE", "1")
     with pytest.raises(ConfigError, match=r"parallel.ep = 2 does not divide the 1 process of"):
         run_pipeline(load_recipe(recipe("ep"), RunRecipe, ["parallel.ep=2"]))
+    with pytest.raises(ConfigError, match=r"parallel.cp = 2 does not divide the 1 process of"):
+        run_pipeline(load_recipe(recipe("cp"), RunRecipe, ["parallel.cp=2"]))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"the learner of stages of kind reasoning does not divide rows"):
+        run_pipeline(load_recipe(recipe("rl", RL), RunRecipe, ["parallel.cp=2"]))
     assert not list(tmp_path.glob("*/spread"))
 
 

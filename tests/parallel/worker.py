@@ -6,6 +6,7 @@ The same tasks run in a world of one, which is what the others are compared with
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import time
@@ -45,6 +46,16 @@ def batch_at(step: int) -> Batch:
     ids = torch.randint(0, 40, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1000 + step))
     documents = torch.tensor([[0] * 14 + [1] * 10] * 3 + [[0] * 20 + [-1] * 4] * 2)
     return Batch(ids, documents, documents >= 0)
+
+
+def mixed(length: int) -> Batch:
+    """Three rows of documents of many lengths, the last with padding behind them."""
+    generator = torch.Generator().manual_seed(length)
+    ids = torch.randint(0, 40, (3, length), generator=generator)
+    cuts = torch.tensor([[0, 0, 0], [length // 9, length // 3, length // 2], [3, 10, length - length // 5]])
+    documents = (torch.arange(length).view(1, 1, -1) >= cuts.unsqueeze(-1)).sum(1)
+    documents[2] = documents[2].where(torch.arange(length) < length - 7, -1)
+    return Batch(ids, documents, (documents >= 0) & (torch.rand(3, length, generator=generator) < 0.9))
 
 
 class OwnRows(StepBatches):
@@ -122,7 +133,7 @@ def gradients(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     io = StageIO("stage", Path(task["out"]), NullMetrics(), lambda n, numbers: None, ranks)
     watch = Watch(task.get("warmup", False))
     trainer = Trainer(model, stage(**task.get("options", {})), io, watch, trainable(task), 0.0)
-    batch = batch_at(0)
+    batch = mixed(task["length"]) if "length" in task else batch_at(0)
     reductions = Reductions()
     with nullcontext() if task.get("options", {}).get("compile") else reductions:  # torch.compile takes no such mode
         losses, _, loads = trainer._accumulate(trainer._parts(batch, batch.counts()), False)
@@ -453,6 +464,7 @@ def main(path: Path) -> None:
     layout = Layout(timeout_seconds=min(task.get("timeout", 300) for task in tasks))
     with ranks_from_environment(layout) as job:
         for task in tasks:
+            os.environ["LOCAL_WORLD_SIZE"] = str(task.get("local", job.world))
             result = work(
                 task, TorchRanks(layout.model_copy(update={"ep": task.get("ep", 1), **task.get("layout", {})}))
             )
