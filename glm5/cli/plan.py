@@ -9,7 +9,7 @@ from typer.core import TyperGroup
 
 from glm5.cli.options import Json, Overrides, Recipe, app, show
 
-Devices = Annotated[str, typer.Option(help="a100, h100, h200, b200, mi300x, ascend-910b or ascend-910c.")]
+Devices = Annotated[str, typer.Option(help="a100, h100, h800, h200, b200, mi300x, ascend-910b or ascend-910c.")]
 
 
 class _RecipeByDefault(TyperGroup):

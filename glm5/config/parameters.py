@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -119,3 +119,59 @@ def _gqa(c: GLM5Config) -> Iterator[tuple[str, tuple[int, ...]]]:
     if c.use_qk_norm:
         yield "q_norm.weight", (c.head_dim,)
         yield "k_norm.weight", (c.head_dim,)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Elements of a group of parameters on one process: `held` between steps, `whole` if gathered (padded as transfers
+    need it), of these `experts` and `feed_forward`; `local` whole without padding. `learned_` those that are trained,
+    `states` numbers of the optimizer's state."""
+
+    held: int = 0
+    whole: int = 0
+    experts: int = 0
+    feed_forward: int = 0
+    widest: int = 0
+    learned_held: int = 0
+    learned_whole: int = 0
+    learned_experts: int = 0
+    learned_local: int = 0
+    states: int = 0
+
+
+def learns(p: Parameter, trains: str) -> bool:
+    """Whether a parameter is trained: `trains` is "all", "backbone" (without the indexers) or "indexers"."""
+    return trains == "all" or (trains == "indexers") == p.indexer
+
+
+def sizes_of(found: Iterable[Parameter], ranks: int, ep: int, trains: str = "all", optimizer: str = "muon") -> Sizes:
+    """Sums over parameters. Muon keeps one number for an element of a matrix, AdamW two."""
+    counts = dict.fromkeys(vars(Sizes()), 0)
+    for p in found:
+        held, whole = p.held(ranks, ep), p.whole(ranks, ep)
+        own = {"held": held, "whole": whole, "experts": whole * p.expert}
+        own["feed_forward"] = whole * (".mlp." in p.name)
+        if learns(p, trains):
+            adam = optimizer == "adamw" or p.layer == ENDS or len(p.shape) < 2
+            own |= {"learned_held": held, "learned_whole": whole, "learned_experts": whole * p.expert}
+            own |= {"learned_local": p.rows(ep) * (p.size // p.shape[0]), "states": held * (1 + adam)}
+        for name, size in own.items():
+            counts[name] += size
+        counts["widest"] = max(counts["widest"], whole)
+    return Sizes(**counts)
+
+
+@lru_cache(maxsize=512)
+def layer_sizes(config: GLM5Config, ranks: int, ep: int, trains: str, optimizer: str) -> dict[int, Sizes]:
+    """`sizes_of` each layer, without ENDS."""
+    layers: dict[int, list[Parameter]] = {}
+    for p in parameters(config):
+        layers.setdefault(p.layer, []).append(p)
+    alike: dict[tuple[tuple[int, ...], ...], Sizes] = {}
+    found = {}
+    for layer, own in layers.items():
+        shapes = tuple(p.shape for p in own)
+        if layer == ENDS or shapes not in alike:
+            alike[shapes] = sizes_of(own, ranks, ep, trains, optimizer)
+        found[layer] = alike[shapes]
+    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from glm5.config.activations import (
     WIDE,
@@ -17,8 +17,9 @@ from glm5.config.activations import (
     logits_bytes,
 )
 from glm5.config.model import GLM5Config
-from glm5.config.parameters import ENDS, Parameter, parameters
+from glm5.config.parameters import ENDS, Parameter, Sizes, layer_sizes, parameters, sizes_of
 from glm5.config.pipeline import Span, divide
+from glm5.config.pipeline_memory import pipeline_moments
 
 ORTHOGONALISED, ORTHOGONALISED_ON_CPU = 1 << 26, 1 << 19
 """Elements that Newton-Schulz takes at a time (`chunk_length` of `glm5/optim/newton_schulz.py`)."""
@@ -68,6 +69,15 @@ class Moment:
         return sum(self.held.values())
 
 
+_kept = lru_cache(maxsize=512)(kept_by_layers)
+
+
+@lru_cache(maxsize=256)
+def spans_of(config: GLM5Config, stages: int) -> list[Span]:
+    """`divide`, computed once."""
+    return divide(config, stages)
+
+
 @dataclass
 class RankStep:
     """One process's step. `rank` is its place among the `pp` groups."""
@@ -81,10 +91,7 @@ class RankStep:
     def __post_init__(self) -> None:
         s = self.setting
         self.forward = replace(s.forward, ep=s.ep)
-        if s.pp > 1:
-            self.spans = divide(self.config, s.pp * s.stages_per_rank)[self.rank :: s.pp]
-        else:
-            self.spans = divide(self.config, 1)
+        self.spans = spans_of(self.config, s.pp * s.stages_per_rank)[self.rank :: s.pp]
 
     @cached_property
     def layers(self) -> list[int]:
@@ -95,9 +102,10 @@ class RankStep:
     @cached_property
     def own(self) -> list[Parameter]:
         """Parameters of this process's stages."""
-        return [p for p in parameters(self.config) if self._has(p, self.spans)]
+        return [p for p in parameters(self.config) if self.has(p, self.spans)]
 
-    def _has(self, p: Parameter, spans: Sequence[Span]) -> bool:
+    def has(self, p: Parameter, spans: Sequence[Span]) -> bool:
+        """Whether one of these stages uses a parameter."""
         if p.layer == ENDS:
             if "embed" in p.name:
                 return any(span.embeds or span.mtp for span in spans)
@@ -106,49 +114,54 @@ class RankStep:
             return any(span.mtp for span in spans)
         return any(p.layer in span.layers for span in spans)
 
-    def learns(self, p: Parameter) -> bool:
-        trains = self.setting.trains
-        return trains == "all" or (trains == "indexers") == p.indexer
+    def stage_sizes(self, spans: Sequence[Span]) -> list[Sizes]:
+        """Of every layer that these stages use, and of their part of the ends."""
+        s, last = self.setting, self.config.num_hidden_layers
+        found = [self.sizes[layer] for span in spans for layer in span.layers]
+        found += [self.sizes[last]] * any(span.mtp for span in spans)
+        ends = [p for p in parameters(self.config) if p.layer == ENDS and self.has(p, spans)]
+        return [*found, sizes_of(ends, s.ranks, s.ep, s.trains, s.optimizer)]
 
-    def held(self, p: Parameter) -> int:
-        """Elements of a parameter that this process keeps between steps."""
-        return p.held(self.setting.ranks, self.setting.ep)
-
-    def whole(self, layer: int, learning: bool = False, experts: bool | None = None) -> int:
-        """Elements of a layer (or of ENDS) if gathered, padded as transfers need it; only of the routed experts, or
-        only of all else."""
+    @cached_property
+    def sizes(self) -> dict[int, Sizes]:
+        """Of every layer; of ENDS, what this process has."""
         s = self.setting
-        return sum(
-            p.whole(s.ranks, s.ep)
-            for p in self.own
-            if p.layer == layer and (not learning or self.learns(p)) and experts in (None, p.expert)
-        )
-
-    def states(self, p: Parameter) -> int:
-        """Bytes of the optimizer's state: Muon keeps one fp32 number for an element of a matrix, AdamW two."""
-        if not self.learns(p):
-            return 0
-        adam = self.setting.optimizer == "adamw" or p.layer == ENDS or len(p.shape) < 2
-        return (1 + adam) * WIDE * self.held(p)
+        found = layer_sizes(self.config, s.ranks, s.ep, s.trains, s.optimizer)
+        return {**found, ENDS: Sizes()}
 
     @cached_property
+    def ends(self) -> Sizes:
+        return self.stage_sizes(self.spans)[-1]
+
+    @cached_property
+    def total(self) -> Sizes:
+        """Of this process."""
+        parts = [vars(part) for part in self.stage_sizes(self.spans)]
+        return Sizes(**{name: sum(part[name] for part in parts) for name in parts[0]})
+
+    @property
     def weights(self) -> int:
-        return WIDE * sum(map(self.held, self.own))
+        return WIDE * self.total.held
 
-    @cached_property
+    @property
     def optimizer(self) -> int:
-        return sum(map(self.states, self.own))
+        return WIDE * self.total.states
 
-    @cached_property
+    @property
     def gradient(self) -> int:
         """Bytes of the gradients that the optimizer gets."""
-        return WIDE * sum(self.held(p) for p in self.own if self.learns(p))
+        return WIDE * self.total.learned_held
 
     @cached_property
     def kept(self) -> list[tuple[str, int, int]]:
         """(name, layer, bytes) of what a micro-batch keeps on this process, in the order of the forward pass."""
         c, forward = self.config, self.forward
-        whole = kept_by_layers(c, forward)
+        if isinstance(forward.recompute, tuple):
+            by_mode = {mode: _kept(c, replace(forward, recompute=mode)) for mode in set(forward.recompute)}
+            modes = [*forward.recompute, *[forward.recompute[-1]] * forward.depths]
+            whole = [by_mode[mode][i] for i, mode in enumerate(modes[: len(by_mode[modes[0]])])]
+        else:
+            whole = _kept(c, forward)
         found = [(f"layer {n}", n, whole[n]) for n in self.layers if n < c.num_hidden_layers]
         if c.num_hidden_layers in self.layers:
             depths = enumerate(whole[c.num_hidden_layers :], start=1)
@@ -175,17 +188,14 @@ class RankStep:
         """The moments of a step at which the most bytes may be alive."""
         fixed = {"weights": self.weights, "optimizer": self.optimizer}
         if self.copied:
-            fixed["low_precision_copy"] = self.setting.forward.item * sum(p.size for p in self.own)
+            fixed["low_precision_copy"] = self.forward.item * self.total.whole
         if self.setting.pp > 1:
-            from glm5.config.pipeline_memory import pipeline_moments
-
-            yield from pipeline_moments(self, fixed)
+            yield from (Moment(*moment) for moment in pipeline_moments(self, fixed))
         else:
             yield from self._backward(fixed)
         work = optimizer_work(self)
         if self.setting.world == 1:  # embedding and head, handed over
-            handed = sum(p.size for p in self.own if p.layer == ENDS and self.learns(p))
-            work = max(work, handed * (WIDE + self.setting.forward.item))
+            work = max(work, self.ends.learned_whole * (WIDE + self.setting.forward.item))
         yield Moment("optimizer", "update", {**fixed, "gradients": self.gradient, "working": work})
 
     def _before(self) -> int:
@@ -195,38 +205,39 @@ class RankStep:
             return 0
         if s.world == 1 or not s.reduce_once or s.trains == "indexers":
             return self.gradient
-        return WIDE * sum(p.rows(s.ep) * (p.size // p.shape[0]) for p in self.own if self.learns(p))
+        return WIDE * self.total.learned_local
 
     def _backward(self, fixed: dict[str, int]) -> Iterator[Moment]:
         """Loss and backward as FSDP runs them. Layers are walked backward: gradients grow while what the forward pass
         kept is freed. The losses of MTP and its layer come before the trunk's loss."""
         c, s, forward = self.config, self.setting, self.forward
         item, sharded, frozen, before = forward.item, s.world > 1, s.trains == "indexers", self._before()
-        ends = 0 if frozen else self.whole(ENDS, learning=True) * item  # their gradients, in the compute dtype
+        ends = 0 if frozen else self.ends.learned_whole * item  # their gradients, in the compute dtype
         head = ends // 2
         kept, heads = self.on_device, kept_by_heads(c, forward)
         at_once = sharded and not frozen and s.parts > 1 and s.reduce_once  # sums after the last micro-batch
         fixed = dict(fixed)
         if sharded:
-            fixed["gathered: embedding and head"] = self.whole(ENDS) * item
+            fixed["gathered: embedding and head"] = self.ends.whole * item
             if frozen:  # no gradient tells FSDP when to gather a block again
-                fixed["gathered: blocks"] = sum(self.whole(n) for n in set(self.layers)) * item
+                fixed["gathered: blocks"] = sum(self.sizes[n].whole for n in self.layers) * item
         summed, shared, grown = 0, 0, 0  # gradients: on their way, of the ends, of layers
         for i in reversed(range(len(self.kept))):
             name, layer, _ = self.kept[i]
+            size = self.sizes[layer]
             depth = layer == c.num_hidden_layers
             last, first = i == len(self.kept) - 1, not (i and self.kept[i - 1][1] == layer)
             if depth or last or self.kept[i + 1][1] == c.num_hidden_layers:  # the loss of its output
                 alive = {**fixed, "activations": sum(kept[: i + 1]), "activations: heads": heads}
                 alive |= {"gradients": before + grown + shared, "logits": logits_bytes(c, forward)}
                 if sharded and not frozen:
-                    alive["gathered: blocks"] = self.whole(layer) * item
+                    alive["gathered: blocks"] = size.whole * item
                 if summed:
                     alive["gradients on their way"] = summed
                 yield Moment("loss", f"output after {name}", alive)
                 shared = ends if depth else max(shared, head)
             entering, at_weights = gradient_bytes(c, forward, layer, s.ep > 1)
-            local = self.whole(layer, learning=True) * item
+            local = size.learned_whole * item
             earlier = local if depth and not last else 0  # of a later depth of the same layer
             alive = {**fixed, "activations": sum(kept[: i + 1])}
             if exchanged := exchanged_bytes(c, forward):  # keys from other processes, and their gradients
@@ -237,20 +248,22 @@ class RankStep:
                 alive["activations: heads"] = 0 if i == 0 else heads
             alive["gradients"] = before + grown + shared + earlier
             following = self.kept[i - 1][1] if i else layer
-            ahead = 0 if following == layer else self.whole(following, experts=False if s.ep > 1 else None) * item
+            ahead = 0 if following == layer else self.sizes[following].whole * item
+            if s.ep > 1:  # experts are a group of their own, gathered one after the other
+                ahead -= 0 if following == layer else self.sizes[following].experts * item
             if sharded and not frozen:
-                alive["gathered: blocks"] = self.whole(layer) * item + (0 if s.ep > 1 else ahead)
+                alive["gathered: blocks"] = size.whole * item + (0 if s.ep > 1 else ahead)
             if summed:
                 alive["gradients on their way"] = summed
             yield Moment("backward", name, {**alive, "working": entering})
             if "gathered: blocks" in alive:
-                alive["gathered: blocks"] = self.whole(layer) * item + ahead
-            feed = sum(p.whole(s.ranks, s.ep) for p in self.own if p.layer == layer and ".mlp." in p.name) * item
+                alive["gathered: blocks"] = size.whole * item + ahead
+            feed = size.feed_forward * item
             if not frozen:
                 yield Moment("backward", f"{name}, weights", {**alive, "working": feed + at_weights})
             if frozen or not first:
                 continue
-            own = WIDE * sum(self.held(p) for p in self.own if p.layer == layer and self.learns(p))
+            own = WIDE * size.learned_held
             if at_once:
                 summed = local // item * WIDE
                 before -= summed
@@ -258,12 +271,12 @@ class RankStep:
                 alive["gradients on their way"] = summed
                 yield Moment("backward", f"{name}, sum over ranks", {**alive, "working": own})
             elif sharded:  # experts on several processes are a group of their own, summed before the rest
-                if s.ep > 1 and (experts := self.whole(layer, learning=True, experts=True)):
+                if s.ep > 1 and (experts := size.learned_experts):
                     alive["gradients on their way"] = experts * WIDE
-                    alive["gathered: blocks"] -= self.whole(layer, experts=True) * item
+                    alive["gathered: blocks"] -= size.experts * item
                     summing = {**alive, "working": experts * item + at_weights + experts // s.ranks * s.ep * WIDE}
                     yield Moment("backward", f"{name}, sum of experts over ranks", summing)
-                summed = self.whole(layer, learning=True, experts=False if s.ep > 1 else None) * WIDE
+                summed = (size.learned_whole - (size.learned_experts if s.ep > 1 else 0)) * WIDE
                 alive["gathered: blocks"] = ahead
                 alive["gradients on their way"] = summed
                 alive["activations"] -= kept[i]
@@ -304,18 +317,18 @@ def optimizer_work(step: RankStep) -> int:
     if s.optimizer == "adamw" or s.trains == "indexers":
         return watched
     limit = ORTHOGONALISED_ON_CPU if s.forward.cpu else ORTHOGONALISED
-    layers = len(step.layers)
-    experts = sum(p.expert for p in step.own) // 2 * c.n_routed_experts
-    dense = sum(c.is_dense_layer(n) for n in step.layers if n < c.num_hidden_layers)
+    layers = step.layers
+    dense = sum(c.is_dense_layer(n) for n in layers if n < c.num_hidden_layers)
+    experts = (len(layers) - dense) * c.n_routed_experts
     blocks = [
         (c.moe_intermediate_size, c.hidden_size, 2 * experts // s.ranks),
         (c.hidden_size, c.moe_intermediate_size, experts // s.ranks),
         (c.intermediate_size, c.hidden_size, 2 * dense),
-        (c.hidden_size, c.num_attention_heads * (c.v_head_dim or c.head_dim), layers),
+        (c.hidden_size, c.num_attention_heads * (c.v_head_dim or c.head_dim), len(layers)),
     ]
     work = 0
     for rows, columns, number in blocks:
         together = min(number, max(1, limit // max(1, rows * columns)))
         work = max(work, together * (3 * rows * columns + 2 * min(rows, columns) ** 2) * s.ns_item)
-    split = sum(p.size for p in step.own if p.layer != ENDS and not p.expert and len(p.shape) > 1)
+    split = sum(step.sizes[n].whole - step.sizes[n].experts for n in layers)
     return max(watched, work + (2 * s.ns_item * split // s.ranks if s.ranks > 1 else 0))
