@@ -8,6 +8,7 @@ that are alive between forward and backward.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from glm5.config.model import GLM5Config
@@ -83,8 +84,14 @@ def kept_by_heads(config: GLM5Config, step: Forward) -> int:
 
 def again_bytes(config: GLM5Config, step: Forward, layer: int) -> int:
     """What backward keeps besides while it goes through a layer that it computes again."""
-    if not mode_of(step, layer) or step.attention == "warmup":
+    mode = mode_of(step, layer)
+    if not mode or step.attention == "warmup":
         return 0
+    return _again(config, replace(step, recompute=mode) if isinstance(step.recompute, tuple) else step, layer)
+
+
+@lru_cache(maxsize=4096)
+def _again(config: GLM5Config, step: Forward, layer: int) -> int:
     whole = replace(step, recompute=False)
     if layer == config.num_hidden_layers:
         return _mtp_depth(config, whole) - _mtp_depth(config, step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from glm5.config.activations import INDEX, WIDE, again_bytes, gradient_bytes, kept_by_heads, logits_bytes
@@ -17,8 +18,8 @@ def in_flight(pp: int, stages_per_rank: int, rank: int, parts: int) -> list[int]
     `glm5/parallel/schedule.py`): the warm-up runs rounds of `pp` micro-batches through one stage after the other."""
     chunks = stages_per_rank
     ahead = pp - 1 - rank if chunks == 1 else (chunks - 1) * pp + 2 * (pp - 1 - rank)
-    order = [(chunk, m) for start in range(0, parts, pp) for chunk in range(chunks) for m in range(start, start + pp)]
-    begun = [unit for unit in order[: ahead + 1] if unit[1] < parts]
+    order = ((chunk, m) for start in range(0, parts, pp) for chunk in range(chunks) for m in range(start, start + pp))
+    begun = [unit for unit in islice(order, ahead + 1) if unit[1] < parts]
     return [sum(chunk == own for chunk, _ in begun) for own in range(chunks)]
 
 

@@ -17,7 +17,7 @@ from glm5.config.activations import (
     logits_bytes,
 )
 from glm5.config.model import GLM5Config
-from glm5.config.parameters import ENDS, Parameter, Sizes, layer_sizes, parameters, sizes_of
+from glm5.config.parameters import ENDS, Sizes, layer_sizes, parameters, sizes_of
 from glm5.config.pipeline import Span, divide
 from glm5.config.pipeline_memory import pipeline_moments
 
@@ -69,6 +69,13 @@ class Moment:
         return sum(self.held.values())
 
 
+@lru_cache(maxsize=512)
+def _ends(config: GLM5Config, parts: tuple[bool, bool, bool], ranks: int, trains: str) -> Sizes:
+    """Of embedding, final norm and output head, those that are there."""
+    found = [p for p in parameters(config) if p.layer == ENDS]
+    return sizes_of([p for p, there in zip(found, parts) if there], ranks, 1, trains)
+
+
 _kept = lru_cache(maxsize=512)(kept_by_layers)
 
 
@@ -99,28 +106,13 @@ class RankStep:
         found = [layer for span in self.spans for layer in span.layers]
         return found + [self.config.num_hidden_layers] * any(span.mtp for span in self.spans)
 
-    @cached_property
-    def own(self) -> list[Parameter]:
-        """Parameters of this process's stages."""
-        return [p for p in parameters(self.config) if self.has(p, self.spans)]
-
-    def has(self, p: Parameter, spans: Sequence[Span]) -> bool:
-        """Whether one of these stages uses a parameter."""
-        if p.layer == ENDS:
-            if "embed" in p.name:
-                return any(span.embeds or span.mtp for span in spans)
-            return any(span.head if "head" in p.name else span.norm for span in spans)
-        if p.layer == self.config.num_hidden_layers:
-            return any(span.mtp for span in spans)
-        return any(p.layer in span.layers for span in spans)
-
     def stage_sizes(self, spans: Sequence[Span]) -> list[Sizes]:
         """Of every layer that these stages use, and of their part of the ends."""
         s, last = self.setting, self.config.num_hidden_layers
         found = [self.sizes[layer] for span in spans for layer in span.layers]
         found += [self.sizes[last]] * any(span.mtp for span in spans)
-        ends = [p for p in parameters(self.config) if p.layer == ENDS and self.has(p, spans)]
-        return [*found, sizes_of(ends, s.ranks, s.ep, s.trains, s.optimizer)]
+        parts = any(x.embeds or x.mtp for x in spans), any(x.norm for x in spans), any(x.head for x in spans)
+        return [*found, _ends(self.config, parts, s.ranks, s.trains)]
 
     @cached_property
     def sizes(self) -> dict[int, Sizes]:

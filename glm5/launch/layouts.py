@@ -219,22 +219,90 @@ def refusal(moment: Moment, usable: float) -> str:
     )
 
 
+@dataclass(frozen=True)
+class Found:
+    """`best`: the fastest layouts that fit. `faster`: those that would be faster and do not fit, fastest first.
+    `slower`: (layout, seconds at least) of the others, fastest first. `refused`: one layout for each way to divide the
+    weights that does not fit at all, with as few tokens at a time as possible. `legal`: number of all layouts."""
+
+    best: list[Plan]
+    faster: list[Plan]
+    slower: list[tuple[Candidate, float]]
+    refused: list[Plan]
+    legal: int
+
+
 def search(
-    config: GLM5Config, base: Setting, gpus: int, rows: int, device: Device, mfu: float = PRODUCTS,
+    config: GLM5Config,
+    base: Setting,
+    gpus: int,
+    rows: int,
+    device: Device,
+    mfu: float = PRODUCTS,
     micro_rows: int | None = None,
-) -> list[Plan]:
-    """Every legal layout, the fastest that fits first, then those that do not fit by how much is missing. Raises
-    ConfigError if there is none."""
+    wanted: int = 3,
+) -> Found:
+    """The `wanted` fastest of all legal layouts. They are taken by the time that they need at least, with memory for
+    everything; one whose bound is above the time of the best found is not looked at further. Raises ConfigError if
+    there is no legal layout."""
     speed = speed_of(config, base.forward.length, base.forward.attention == "sparse", device, mfu)
-    plans, too_large = [], dict[tuple[Any, ...], Plan]()
-    for one in candidates(config, gpus, rows, base.forward.length, micro_rows):  # fewer rows come first
-        key = one.pp, one.stages_per_rank, one.cp, one.ep, one.reduce_once
-        if key in too_large:
-            plans.append(replace(too_large[key], candidate=one))
-            continue
-        plans.append(evaluate(config, base, one, gpus, speed))
-        if plans[-1].problem:
-            too_large[key] = plans[-1]
-    if not plans:
+    legal = list(candidates(config, gpus, rows, base.forward.length, micro_rows))
+    if not legal:
         raise ConfigError(f"{rows} rows of a step cannot be divided over {gpus} devices; choose other numbers.")
-    return sorted(plans, key=lambda plan: (bool(plan.problem), plan.seconds, plan.moment.bytes))
+    usable = device.memory * (1 - RESERVED)
+    smallest: dict[tuple[Any, ...], Candidate] = {}
+    for one in legal:
+        known = smallest.setdefault(_weights_of(one), one)
+        smallest[_weights_of(one)] = min(known, one, key=lambda c: (c.micro_rows / c.cp, c.micro_rows))
+    refused = {key: plan for key, one in smallest.items() if (plan := _too_large(config, base, one, gpus, usable))}
+    open_ = [one for one in legal if _weights_of(one) not in refused]
+    bounds = sorted((_bound(config, base, one, gpus, speed), i) for i, one in enumerate(open_))
+    best: list[Plan] = []
+    faster: list[Plan] = []
+    slower: list[tuple[Candidate, float]] = []
+    fewest: dict[tuple[Any, ...], tuple[int, Plan]] = {}
+    for place, (bound, i) in enumerate(bounds):
+        if len(best) == wanted and bound >= best[-1].seconds:
+            slower += [(open_[j], least) for least, j in bounds[place:]]
+            break
+        one = open_[i]
+        key = *_weights_of(one), one.cp
+        rows_of, refusing = fewest.get(key, (one.micro_rows + 1, None))
+        if refusing is not None and one.micro_rows >= rows_of:  # more rows need more memory
+            plan = replace(refusing, candidate=one)
+        else:
+            plan = evaluate(config, base, one, gpus, speed)
+        if plan.problem:
+            fewest[key] = one.micro_rows, plan
+            faster.append(replace(plan, seconds=bound))
+            continue
+        ranked = sorted([*best, plan], key=lambda plan: (plan.seconds, plan.moment.bytes))
+        best, lost = ranked[:wanted], ranked[wanted:]
+        slower += [(plan.candidate, plan.seconds) for plan in lost]
+    return Found(best, faster, sorted(slower, key=lambda pair: pair[1]), list(refused.values()), len(legal))
+
+
+def _weights_of(one: Candidate) -> tuple[Any, ...]:
+    """What decides the bytes that do not depend on tokens."""
+    return one.pp, one.stages_per_rank, one.ep, one.reduce_once
+
+
+def _too_large(config: GLM5Config, base: Setting, one: Candidate, gpus: int, usable: float) -> Plan | None:
+    """The refusal of a candidate that does not fit however little its layers keep."""
+    layers = config.num_hidden_layers + config.num_nextn_predict_layers
+    setting = with_keeps(setting_of(base, one, gpus), [(True, True)] * layers)
+    for rank in range(one.pp):
+        moment = RankStep(config, setting, rank).peak()
+        if moment.bytes > usable:
+            return Plan(one, moment, rank, problem=refusal(moment, usable))
+    return None
+
+
+def _bound(config: GLM5Config, base: Setting, candidate: Candidate, gpus: int, speed: Speed) -> float:
+    """Seconds of a step at least: of the first and the last process of a pipeline, nothing computed again."""
+    setting = setting_of(base, candidate, gpus)
+    layers = config.num_hidden_layers + config.num_nextn_predict_layers
+    setting = with_keeps(setting, [(False, False)] * layers)
+    times = [step_time(RankStep(config, setting, rank), speed) for rank in {0, candidate.pp - 1}]
+    idle = bubble(candidate.pp, candidate.stages_per_rank, candidate.parts)
+    return max(time.seconds for time in times) / (1 - idle)
