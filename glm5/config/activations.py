@@ -61,6 +61,16 @@ def mode_of(step: Forward, layer: int) -> Recompute:
     return step.recompute[layer] if isinstance(step.recompute, tuple) else step.recompute
 
 
+def check_recompute(config: GLM5Config, recompute: object, name: str) -> None:
+    """Raises ConfigError if a list of settings does not have one for each layer."""
+    layers = config.num_hidden_layers + config.num_nextn_predict_layers
+    if isinstance(recompute, tuple) and len(recompute) != layers:
+        raise ConfigError(
+            f"{name}: recompute has {len(recompute)} settings, and the model has {layers} layers (the MTP layer is the "
+            "last); give one for each, or one for all."
+        )
+
+
 def kept_by_layers(config: GLM5Config, step: Forward) -> list[int]:
     """Bytes kept by every layer of the trunk, then by every depth of MTP, with the layer's own input."""
     _supported(config)
@@ -108,7 +118,8 @@ def gradient_bytes(config: GLM5Config, step: Forward, layer: int, divided: bool 
         rows, inner = 1, c.intermediate_size
     else:
         rows, inner = c.num_experts_per_tok, c.moe_intermediate_size
-    entering = rows * c.hidden_size * (2 if divided else 1) + 2 * c.hidden_size
+    sent = 1 if not divided else 5 if mode_of(step, layer) is True else 2  # also those of the second forward pass
+    entering = rows * c.hidden_size * sent + 2 * c.hidden_size
     at_weights = 2 * c.hidden_size + rows * (2 * inner - (c.hidden_size if rows > 1 else 0) - 3 * inner)
     return step.tokens * entering * step.item, step.tokens * at_weights * step.item
 

@@ -124,8 +124,8 @@ def _gqa(c: GLM5Config) -> Iterator[tuple[str, tuple[int, ...]]]:
 @dataclass(frozen=True)
 class Sizes:
     """Elements of a group of parameters on one process: `held` between steps, `whole` if gathered (padded as transfers
-    need it), of these `experts` and `feed_forward`; `local` whole without padding. `learned_` those that are trained,
-    `states` numbers of the optimizer's state."""
+    need it), of these `experts`; `feed_forward` without padding; `widest` is the largest one. `learned_`: those that are
+    trained, `local` whole without padding. `states`: numbers of the optimizer's state."""
 
     held: int = 0
     whole: int = 0
@@ -136,6 +136,7 @@ class Sizes:
     learned_whole: int = 0
     learned_experts: int = 0
     learned_local: int = 0
+    learned_local_experts: int = 0
     states: int = 0
 
 
@@ -149,12 +150,12 @@ def sizes_of(found: Iterable[Parameter], ranks: int, ep: int, trains: str = "all
     counts = dict.fromkeys(vars(Sizes()), 0)
     for p in found:
         held, whole = p.held(ranks, ep), p.whole(ranks, ep)
-        own = {"held": held, "whole": whole, "experts": whole * p.expert}
-        own["feed_forward"] = whole * (".mlp." in p.name)
+        local = p.rows(ep) * (p.size // p.shape[0])
+        own = {"held": held, "whole": whole, "experts": whole * p.expert, "feed_forward": local * (".mlp." in p.name)}
         if learns(p, trains):
             adam = optimizer == "adamw" or p.layer == ENDS or len(p.shape) < 2
             own |= {"learned_held": held, "learned_whole": whole, "learned_experts": whole * p.expert}
-            own |= {"learned_local": p.rows(ep) * (p.size // p.shape[0]), "states": held * (1 + adam)}
+            own |= {"learned_local": local, "learned_local_experts": local * p.expert, "states": held * (1 + adam)}
         for name, size in own.items():
             counts[name] += size
         counts["widest"] = max(counts["widest"], whole)

@@ -223,13 +223,13 @@ class RankStep:
                 alive = {**fixed, "activations": sum(kept[: i + 1]), "activations: heads": heads}
                 alive |= {"gradients": before + grown + shared, "logits": logits_bytes(c, forward)}
                 if sharded and not frozen:
-                    alive["gathered: blocks"] = size.whole * item
+                    alive["gathered: blocks"] = (size.whole - (size.experts if s.ep > 1 else 0)) * item  # the first group
                 if summed:
                     alive["gradients on their way"] = summed
                 yield Moment("loss", f"output after {name}", alive)
                 shared = ends if depth else max(shared, head)
             entering, at_weights = gradient_bytes(c, forward, layer, s.ep > 1)
-            local = size.learned_whole * item
+            local = size.learned_local * item
             earlier = local if depth and not last else 0  # of a later depth of the same layer
             alive = {**fixed, "activations": sum(kept[: i + 1])}
             if exchanged := exchanged_bytes(c, forward):  # keys from other processes, and their gradients
@@ -257,16 +257,16 @@ class RankStep:
                 continue
             own = WIDE * size.learned_held
             if at_once:
-                summed = local // item * WIDE
-                before -= summed
-                alive["gradients"] -= summed
+                summed = size.learned_whole * WIDE
+                before -= size.learned_local * WIDE
+                alive["gradients"] -= size.learned_local * WIDE
                 alive["gradients on their way"] = summed
                 yield Moment("backward", f"{name}, sum over ranks", {**alive, "working": own})
             elif sharded:  # experts on several processes are a group of their own, summed before the rest
                 if s.ep > 1 and (experts := size.learned_experts):
                     alive["gradients on their way"] = experts * WIDE
                     alive["gathered: blocks"] -= size.experts * item
-                    summing = {**alive, "working": experts * item + at_weights + experts // s.ranks * s.ep * WIDE}
+                    summing = {**alive, "working": size.learned_local_experts * item + at_weights + own}
                     yield Moment("backward", f"{name}, sum of experts over ranks", summing)
                 summed = (size.learned_whole - (size.learned_experts if s.ep > 1 else 0)) * WIDE
                 alive["gathered: blocks"] = ahead
@@ -274,7 +274,8 @@ class RankStep:
                 alive["activations"] -= kept[i]
                 alive.pop("activations: computed again", None)
                 rest = 2 * forward.tokens * c.hidden_size * item
-                summing = {**alive, "working": summed // WIDE * item + own + rest}
+                left = local - (size.learned_local_experts * item if s.ep > 1 else 0)
+                summing = {**alive, "working": left + own + rest}
                 yield Moment("backward", f"{name}, sum over ranks", summing)
             if sharded or s.parts == 1:
                 grown += own

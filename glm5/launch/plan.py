@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from glm5.config.activations import WIDE, Attention, Forward, exchanged_bytes
+from glm5.config.activations import WIDE, Attention, Forward, check_recompute, exchanged_bytes
 from glm5.config.arithmetic import attention_flops, cache_bytes, size_report
 from glm5.config.devices import Device, device_named
 from glm5.config.model import PRESETS, GLM5Config
@@ -168,6 +168,7 @@ def _advice(stage: Stage, gpus: int) -> str:
 
 def _gradient_setting(recipe: RunRecipe, stage: GradientStage, config: GLM5Config, gpus: int) -> tuple[Setting, int]:
     """How the stage's steps run on a process, and the tokens of a whole step."""
+    check_recompute(config, stage.recompute, stage.name)
     cp = recipe.parallel.cp if gpus % recipe.parallel.cp == 0 else 1
     own = -(-stage.rows // (gpus // cp))
     micro = min(stage.micro_rows or own, own)

@@ -19,6 +19,9 @@ from glm5.ops.rope import rope_table
 from glm5.ops.wide import wide
 
 
+Recompute = bool | Literal["selective"]
+
+
 class RecurrentState:
     """Fixed-size state of recurrent layers: `memory` [layers, rows, heads, head_dim, head_dim] in fp32 or wider, and
     `inputs` [layers, rows, taps - 1, channels], the last inputs of the short convolutions."""
@@ -155,7 +158,7 @@ class ForwardContext:
     a cache or on the row length. `attend_dense` keeps attention dense even with an indexer (DSA warm-up). max_logits,
     if not None, receives the largest attention logit of each head [N] by layer (softmax attention only). `recompute`:
     True saves only the inputs of each layer, and the backward pass computes the layer again; "selective" also saves
-    what is expensive to compute. `offload` moves what layers save to host memory until backward needs it.
+    what is expensive to compute. A tuple has a setting for each layer, the MTP layer's last. `offload` moves what layers save to host memory until backward needs it.
     """
 
     positions: Tensor
@@ -173,7 +176,7 @@ class ForwardContext:
     observer: Observer | None = None
     router_stats: list[RouterStats] | None = None
     max_logits: dict[int, Tensor] | None = None
-    recompute: bool | Literal["selective"] = False
+    recompute: Recompute | tuple[Recompute, ...] = False
     offload: Offload | None = None
     _ranges: dict[int | None, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _all_keys: dict[int | None, Tensor] = field(default_factory=dict)
