@@ -34,7 +34,9 @@ def recipe(
     gpus: Annotated[int, typer.Option(min=1, help="Processes, each with a device of its own.")] = 1,
     device: Devices = "h100",
     mfu: Annotated[float, typer.Option(help="Assumed share of the peak rate.")] = 0.15,
-    layouts: Annotated[int, typer.Option(min=0, help="Also the best N layouts of each stage; 0: the recipe's own.")] = 0,
+    layouts: Annotated[
+        int, typer.Option(min=0, help="Also the best N layouts of each stage; 0: the recipe's own.")
+    ] = 0,
     price_per_hour: PricePerHour = None,
     overrides: Overrides = [],  # noqa: B006
     as_json: Json = False,

@@ -139,7 +139,9 @@ def logits_bytes(config: GLM5Config, step: Forward) -> int:
     if step.attention == "warmup":
         return 0
     rows, matrix = min(LOGIT_ROWS, step.tokens), config.vocab_size * config.hidden_size
-    if step.cpu and step.item < WIDE:  # a CPU multiplies in fp32: two copies of the matrix beside its gradient and a term
+    if (
+        step.cpu and step.item < WIDE
+    ):  # a CPU multiplies in fp32: two copies of the matrix beside its gradient and a term
         return rows * config.vocab_size * WIDE + 4 * matrix * WIDE + step.tokens * config.hidden_size * step.item
     chunk = rows * config.vocab_size * (WIDE + (step.item if step.item < WIDE else 0))
     return chunk + matrix * (WIDE + step.item) + step.tokens * config.hidden_size * step.item

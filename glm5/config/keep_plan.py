@@ -70,7 +70,13 @@ TOUCHED = 3
 
 
 def layer_choices(
-    step: RankStep, kept: dict[Recompute, list[int]], index: int, layer: int, forward: float, again: float, device: Device
+    step: RankStep,
+    kept: dict[Recompute, list[int]],
+    index: int,
+    layer: int,
+    forward: float,
+    again: float,
+    device: Device,
 ) -> list[Choice]:
     """The choices of one layer on this process. `kept`: bytes by mode of every layer, `index` is the layer's place in
     it; `forward`: seconds of its forward pass, `again`: seconds of what it would exchange again."""

@@ -110,7 +110,7 @@ class RankStep:
         """Of every layer that these stages use, and of their part of the ends."""
         s, last = self.setting, self.config.num_hidden_layers
         found = [self.sizes[layer] for span in spans for layer in span.layers]
-        found += [self.sizes[last]] * any(span.mtp for span in spans)
+        found += [self.sizes[last] for span in spans if span.mtp]
         parts = any(x.embeds or x.mtp for x in spans), any(x.norm for x in spans), any(x.head for x in spans)
         return [*found, _ends(self.config, parts, s.ranks, s.trains)]
 
@@ -223,7 +223,9 @@ class RankStep:
                 alive = {**fixed, "activations": sum(kept[: i + 1]), "activations: heads": heads}
                 alive |= {"gradients": before + grown + shared, "logits": logits_bytes(c, forward)}
                 if sharded and not frozen:
-                    alive["gathered: blocks"] = (size.whole - (size.experts if s.ep > 1 else 0)) * item  # the first group
+                    alive["gathered: blocks"] = (
+                        size.whole - (size.experts if s.ep > 1 else 0)
+                    ) * item  # the first group
                 if summed:
                     alive["gradients on their way"] = summed
                 yield Moment("loss", f"output after {name}", alive)

@@ -112,7 +112,9 @@ def _pipeline(step: RankStep) -> Iterator[Traffic]:
     yield Traffic("send", "hidden states of pipeline stages", forward * s.parts, 2, s.ranks)
     if s.trains != "indexers":
         # What the stages before sent comes back as gradients: about as much as this process sends forward.
-        back = sum(step.forward.tokens * step.config.hidden_size * step.forward.item for span in step.spans if not span.embeds)
+        back = sum(
+            step.forward.tokens * step.config.hidden_size * step.forward.item for span in step.spans if not span.embeds
+        )
         yield Traffic("send", "gradients of pipeline stages", back * s.parts, 2, s.ranks)
 
 
@@ -135,9 +137,7 @@ def _keys(step: RankStep) -> Iterator[Traffic]:
     forward = step.forward
     if forward.cp == 1:
         return
-    passes = sum(
-        1 + (forward.attention != "warmup") + bool(mode_of(forward, layer)) for _, layer, _ in step.kept
-    )
+    passes = sum(1 + (forward.attention != "warmup") + bool(mode_of(forward, layer)) for _, layer, _ in step.kept)
     arriving = exchanged_bytes(step.config, forward) * passes * step.setting.parts
     yield Traffic("all-to-all", "keys of rows", arriving * forward.cp // (forward.cp - 1), forward.cp)
 
@@ -150,4 +150,3 @@ def _owners(step: RankStep) -> Iterator[Traffic]:
         return
     cut = sum(step.sizes[layer].whole - step.sizes[layer].experts for layer in step.layers) // s.ranks
     yield Traffic("all-to-all", "blocks of matrices for Muon", 2 * cut * s.ns_item, s.ranks)
-

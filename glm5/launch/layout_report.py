@@ -153,7 +153,9 @@ def layout_table(report: Report, assumed: bool = True) -> str:
         lines.append(f"{entry['name']:<46}{entry['seconds_at_least']:>8,.1f} or more: slower")
     for entry in report["too_large"]:
         ways = "way" if entry["ways"] == 1 else "ways"
-        lines.append(f"{entry['ways']} {ways} to divide the weights never fit; nearest {entry['nearest']}: {entry['problem']}")
+        lines.append(
+            f"{entry['ways']} {ways} to divide the weights never fit; nearest {entry['nearest']}: {entry['problem']}"
+        )
     return "\n".join(lines)
 
 

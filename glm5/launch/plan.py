@@ -11,6 +11,7 @@ from glm5.config.activations import WIDE, Attention, Forward, check_recompute, e
 from glm5.config.arithmetic import attention_flops, cache_bytes, size_report
 from glm5.config.devices import Device, device_named
 from glm5.config.model import PRESETS, GLM5Config
+from glm5.config.parameters import parameters
 from glm5.config.recipe import (
     CorpusStage,
     DistillStage,
@@ -25,7 +26,6 @@ from glm5.config.recipe import (
     Stage,
     TokenizerStage,
 )
-from glm5.config.parameters import parameters
 from glm5.config.step_memory import PHASES, Setting, step_memory
 from glm5.errors import ConfigError, UsageError
 
@@ -328,7 +328,14 @@ def model_layouts(
     attention: Attention = "sparse" if sparse else "dense"
     forward = Forward(1, row_length, 2, attention, learns_index=sparse, depths=depths)
     return plan_layouts(
-        config, Setting(forward, ns_item=2, optimizer=optimizer), gpus, rows, device_named(device), products, price, best
+        config,
+        Setting(forward, ns_item=2, optimizer=optimizer),
+        gpus,
+        rows,
+        device_named(device),
+        products,
+        price,
+        best,
     ) | {"model": model, "device": device.lower()}
 
 

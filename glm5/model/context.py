@@ -18,7 +18,6 @@ from glm5.ops.pages import Pages
 from glm5.ops.rope import rope_table
 from glm5.ops.wide import wide
 
-
 Recompute = bool | Literal["selective"]
 
 

@@ -98,7 +98,9 @@ def measure(
 ) -> tuple[int, Counter[str]]:
     """The most bytes of tensors in two steps of rank 0, and the bytes that collectives get in the second."""
     watch = Watch()
-    ids = torch.randint(0, config.vocab_size, (stage.rows, stage.row_length), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        0, config.vocab_size, (stage.rows, stage.row_length), generator=torch.Generator().manual_seed(0)
+    )
     batch = Batch(ids, torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool))
     with fake_job(world, monkeypatch, watch):
         ranks = LoneRanks(layout)

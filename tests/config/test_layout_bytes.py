@@ -19,9 +19,7 @@ LENGTH = 256
 MODELS = {
     # The vocabulary and the experts decide where the peak is.
     "words": GLM5Config.preset("tiny", use_dsa=False, num_hidden_layers=3),
-    "experts": GLM5Config.preset(
-        "tiny", use_dsa=False, num_hidden_layers=4, vocab_size=512, n_routed_experts=32
-    ),
+    "experts": GLM5Config.preset("tiny", use_dsa=False, num_hidden_layers=4, vocab_size=512, n_routed_experts=32),
 }
 
 

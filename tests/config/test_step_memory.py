@@ -13,8 +13,8 @@ import torch
 from glm5.config.activations import Forward, kept_by_heads, kept_by_layers
 from glm5.config.model import PRESETS, GLM5Config
 from glm5.config.optim import OptimConfig
-from glm5.config.recipe import GradientStage
 from glm5.config.parameters import parameters
+from glm5.config.recipe import GradientStage
 from glm5.config.step_memory import Setting, step_memory
 from glm5.data.packing import Batch
 from glm5.errors import ConfigError

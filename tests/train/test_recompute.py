@@ -35,9 +35,7 @@ VARIANTS = pytest.mark.parametrize(
 )
 
 
-def everything(
-    model: Any, recompute: Any, exact: bool, warmup: bool, monitored: bool = True
-) -> dict[str, Any]:
+def everything(model: Any, recompute: Any, exact: bool, warmup: bool, monitored: bool = True) -> dict[str, Any]:
     """Loss, gradients and all that a step leaves with its context."""
     batch = Batch(IDS, DOCUMENTS, DOCUMENTS >= 0)
     ctx = packed_context(DOCUMENTS, exact=exact)
