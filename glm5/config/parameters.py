@@ -124,8 +124,8 @@ def _gqa(c: GLM5Config) -> Iterator[tuple[str, tuple[int, ...]]]:
 @dataclass(frozen=True)
 class Sizes:
     """Elements of a group of parameters on one process: `held` between steps, `whole` if gathered (padded as transfers
-    need it), of these `experts`; `feed_forward` without padding; `widest` is the largest one. `learned_`: those that are
-    trained, `local` whole without padding. `states`: numbers of the optimizer's state."""
+    need it), of these `experts`; `feed_forward` without padding; `widest` is the largest one. `learned_`: those
+    that are trained, `local` whole without padding. `states`: numbers of the optimizer's state."""
 
     held: int = 0
     whole: int = 0

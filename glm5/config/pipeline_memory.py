@@ -1,4 +1,4 @@
-"""Bytes on one process of a pipeline: whole weights during a step, ZeRO-2's gradients, micro-batches in flight (§2.4)."""
+"""Bytes on one process of a pipeline (§2.4): whole weights in a step, ZeRO-2's gradients, micro-batches in flight."""
 
 from __future__ import annotations
 

@@ -75,6 +75,7 @@ def _entry(
     tokens = rows * base.forward.length
     setting = with_keeps(setting_of(base, plan.candidate, gpus), plan.keeps)
     step = RankStep(config, setting, plan.rank)
+    assert plan.time is not None
     cost = {} if price is None else {"cost_per_million_tokens": gpus * price * plan.seconds / 3600 / (tokens / 1e6)}
     return {
         "layout": vars(plan.candidate),
@@ -130,8 +131,8 @@ def layout_table(report: Report, assumed: bool = True) -> str:
     """The report as text, with or without what is assumed."""
     said = f" Assumed: products reach {report['assumed']['products']:.0%} of the peak rate; {ASSUMED}."
     lines = [
-        f"Layouts of {report['rows']:,} rows of {report['row_length']:,} tokens on {report['gpus']} devices, predicted, "
-        f"not measured.{said if assumed else ''}",
+        f"Layouts of {report['rows']:,} rows of {report['row_length']:,} tokens on {report['gpus']} devices, "
+        f"predicted, not measured.{said if assumed else ''}",
         f"{'':<46}{'s/step':>8}{'tokens/s':>11}{'peak GB':>9}{'bubble':>8}{'compute':>9}{'waiting':>9}{'hidden':>8}",
     ]
     for entry in report["best"]:

@@ -48,8 +48,8 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a candidate needs. `keeps`: (recompute, offload) of each layer of the trunk and of the MTP layer. `moment` is
-    the peak on `rank`, the fullest of the `pp` groups. `seconds` per step with the bubble; `time` and `traffic` are of
+    """What a candidate needs. `keeps`: (recompute, offload) of each layer of the trunk and of the MTP layer. `moment`
+    is the peak on `rank`, the fullest of the `pp` groups. `seconds` per step with the bubble; `time` and `traffic` are of
     the slowest process."""
 
     candidate: Candidate
@@ -58,7 +58,7 @@ class Plan:
     keeps: list[tuple[Any, bool]] = field(default_factory=list)
     seconds: float = 0.0
     bubble: float = 0.0
-    time: StepTime = StepTime(0.0, 0.0, 0.0)
+    time: StepTime | None = None
     traffic: tuple[Traffic, ...] = ()
     problem: str = ""
 
@@ -209,13 +209,14 @@ def refusal(moment: Moment, usable: float) -> str:
     """Why a layout does not fit: the tensors at its peak, with everything computed again and in host memory, are added
     up from the largest; the one that goes over the limit is named."""
     total = 0.0
-    for name, size in sorted(moment.held.items(), key=lambda item: -item[1]):
+    name, size = "", 0
+    for name, size in sorted(moment.held.items(), key=lambda item: -item[1]):  # noqa: B007
         total += size
         if total > usable:
             break
     return (
-        f"{name} ({size / 1e9:,.1f} GB) does not fit at {moment.phase}, {moment.where}: {moment.bytes / 1e9:,.1f} GB of "
-        f"{usable / 1e9:,.1f}"
+        f"{name} ({size / 1e9:,.1f} GB) does not fit at {moment.phase}, {moment.where}: {moment.bytes / 1e9:,.1f} GB "
+        f"of {usable / 1e9:,.1f}"
     )
 
 

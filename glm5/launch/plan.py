@@ -287,7 +287,7 @@ def load_and_plan(path: Path, overrides: list[str], gpus: int, device: str, mfu:
 def recipe_layouts(
     path: Path, overrides: list[str], gpus: int, device: str, best: int, price: float | None = None
 ) -> dict[str, Report]:
-    """The `best` layouts of every stage of a recipe that trains by gradients, by name (see `glm5/launch/layouts.py`)."""
+    """The `best` layouts of every stage of a recipe that trains by gradients (see `glm5/launch/layouts.py`)."""
     from glm5.config.load import load_recipe
     from glm5.launch.layout_report import plan_layouts
 

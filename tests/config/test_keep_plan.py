@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,10 +25,10 @@ def test_no_choice_of_the_frontier_is_beaten(found: list[Choice]) -> None:
     assert set(front) <= set(found)
     for one in found:
         assert any(other.bytes <= one.bytes and other.seconds <= one.seconds for other in front) or any(
-            a.bytes <= one.bytes <= b.bytes for a, b in zip(front, front[1:])
+            a.bytes <= one.bytes <= b.bytes for a, b in pairwise(front)
         )
-    assert all(a.bytes < b.bytes and a.seconds > b.seconds for a, b in zip(front, front[1:]))
-    gains = [(a.seconds - b.seconds) / (b.bytes - a.bytes) for a, b in zip(front, front[1:])]
+    assert all(a.bytes < b.bytes and a.seconds > b.seconds for a, b in pairwise(front))
+    gains = [(a.seconds - b.seconds) / (b.bytes - a.bytes) for a, b in pairwise(front)]
     assert gains == sorted(gains, reverse=True)
 
 
@@ -43,7 +43,7 @@ def test_the_plan_fits_and_is_the_best_for_its_bytes(found: list[list[Choice]], 
     assert size <= budget
     best = min(time for used, time in everything if used <= budget)
     # What a plan loses is at most one upgrade that did not fit.
-    steps = [a.seconds - b.seconds for front in map(frontier, found) for a, b in zip(front, front[1:])]
+    steps = [a.seconds - b.seconds for front in map(frontier, found) for a, b in pairwise(front)]
     assert seconds <= best + max(steps, default=0)
 
 

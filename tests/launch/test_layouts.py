@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from glm5.cli.options import app
+from glm5.cli import app
 from glm5.config.activations import Forward
 from glm5.config.devices import device_named
 from glm5.config.model import GLM5Config
