@@ -49,8 +49,8 @@ class Candidate:
 @dataclass(frozen=True)
 class Plan:
     """What a candidate needs. `keeps`: (recompute, offload) of each layer of the trunk and of the MTP layer. `moment`
-    is the peak on `rank`, the fullest of the `pp` groups. `seconds` per step with the bubble; `time` and `traffic` are of
-    the slowest process."""
+    is the peak on `rank`, the fullest of the `pp` groups. `seconds` per step with the bubble; `time` and `traffic` are
+    of the slowest process."""
 
     candidate: Candidate
     moment: Moment

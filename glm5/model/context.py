@@ -157,8 +157,8 @@ class ForwardContext:
     a cache or on the row length. `attend_dense` keeps attention dense even with an indexer (DSA warm-up). max_logits,
     if not None, receives the largest attention logit of each head [N] by layer (softmax attention only). `recompute`:
     True saves only the inputs of each layer, and the backward pass computes the layer again; "selective" also saves
-    what is expensive to compute. A tuple has a setting for each layer, the MTP layer's last. `offload` moves what layers
-    save to host memory until backward needs it.
+    what is expensive to compute. A tuple has a setting for each layer, the MTP layer's last. `offload` moves what
+    layers save to host memory until backward needs it.
     """
 
     positions: Tensor
