@@ -1,9 +1,9 @@
 """What each layer keeps for backward, chosen by cost (§2.4): all, the expensive part or only its input, on the device
 or in host memory.
 
-Every choice has bytes and seconds. Layers start at their fewest bytes; then the upgrade that saves the
-most seconds per byte is taken, again and again, while it fits. Dominated choices are left out first, so upgrades of a layer get
-worse one after the other: the plan is the best one for the bytes that it uses.
+Every choice has bytes and seconds. Layers start at their fewest bytes; then the upgrade that saves the most seconds per
+byte is taken, again and again, while it fits. Dominated choices are left out first, so upgrades of a layer get worse
+one after the other: the plan is the best one for the bytes that it uses.
 """
 
 from __future__ import annotations
