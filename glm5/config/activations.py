@@ -7,7 +7,8 @@ that are alive between forward and backward.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from glm5.config.model import GLM5Config
@@ -21,6 +22,7 @@ ROW_TILE = 16
 """On a CPU, the rows of every expert are padded to a multiple of this."""
 
 Attention = Literal["dense", "sparse", "warmup"]
+Recompute = Literal[True, False, "selective"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,8 @@ class Forward:
     `attention`: "dense", "sparse" (over selected keys), or "warmup" (dense, and only the indexers learn).
     `learns_index`: the indexers' loss is part of a sparse step. `depths` of MTP. `balance`: the loss of expert balance.
     `all_keys`: sparse attention that selects every key, as in exact mode. `cpu`: what the forms for a CPU keep as
-    well. `cp`: processes that divide the tokens evenly; each may need the keys of all.
+    well. `cp`: processes that divide the tokens evenly; each may need the keys of all. `ep`: those that divide the
+    experts.
     """
 
     rows: int
@@ -39,16 +42,33 @@ class Forward:
     attention: Attention = "dense"
     learns_index: bool = False
     depths: int = 0
-    recompute: Literal[True, False, "selective"] = False
+    recompute: Recompute | tuple[Recompute, ...] = False
+    """Of all layers, or of each layer of the trunk and of the MTP layer."""
     balance: bool = True
     all_keys: bool = False
     cpu: bool = False
     cp: int = 1
+    ep: int = 1
 
     @property
     def tokens(self) -> int:
         """Tokens that this process computes."""
         return self.rows * self.length // self.cp
+
+
+def mode_of(step: Forward, layer: int) -> Recompute:
+    """How a layer is recomputed."""
+    return step.recompute[layer] if isinstance(step.recompute, tuple) else step.recompute
+
+
+def check_recompute(config: GLM5Config, recompute: object, name: str) -> None:
+    """Raises ConfigError if a list of settings does not have one for each layer."""
+    layers = config.num_hidden_layers + config.num_nextn_predict_layers
+    if isinstance(recompute, tuple) and len(recompute) != layers:
+        raise ConfigError(
+            f"{name}: recompute has {len(recompute)} settings, and the model has {layers} layers (the MTP layer is the "
+            "last); give one for each, or one for all."
+        )
 
 
 def kept_by_layers(config: GLM5Config, step: Forward) -> list[int]:
@@ -72,19 +92,36 @@ def kept_by_heads(config: GLM5Config, step: Forward) -> int:
     return step.tokens * found
 
 
-def working_bytes(config: GLM5Config, step: Forward) -> int:
-    """The most that the backward pass of one layer needs besides what is kept: the layer again if it is recomputed, and
-    gradients of its widest tensors."""
-    if step.attention == "warmup":
+def again_bytes(config: GLM5Config, step: Forward, layer: int) -> int:
+    """What backward keeps besides while it goes through a layer that it computes again."""
+    mode = mode_of(step, layer)
+    if not mode or step.attention == "warmup":
         return 0
-    again = 0
-    if step.recompute:
-        whole = Forward(**{**vars(step), "recompute": False})
-        last = config.num_hidden_layers - 1
-        again = _layer(config, whole, last) - (_layer(config, step, last) if step.recompute == "selective" else 0)
-    routed = config.num_experts_per_tok if config.n_routed_experts else 0
-    wide = max(routed * (config.hidden_size + 3 * config.moe_intermediate_size), 3 * config.intermediate_size)
-    return again + step.tokens * wide * step.item
+    return _again(config, replace(step, recompute=mode) if isinstance(step.recompute, tuple) else step, layer)
+
+
+@lru_cache(maxsize=4096)
+def _again(config: GLM5Config, step: Forward, layer: int) -> int:
+    whole = replace(step, recompute=False)
+    if layer == config.num_hidden_layers:
+        return _mtp_depth(config, whole) - _mtp_depth(config, step)
+    return _layer(config, whole, layer) - _layer(config, step, layer)
+
+
+def gradient_bytes(config: GLM5Config, step: Forward, layer: int, divided: bool = False) -> tuple[int, int]:
+    """Gradients of a layer's activations beyond what is freed by then: as backward enters the layer, and as it computes
+    the gradients of the feed-forward weights. `divided`: experts are on several processes, so rows are also sent."""
+    if step.attention == "warmup":
+        return 0, 0
+    c = config
+    if layer < c.num_hidden_layers and c.is_dense_layer(layer):
+        rows, inner = 1, c.intermediate_size
+    else:
+        rows, inner = c.num_experts_per_tok, c.moe_intermediate_size
+    sent = 1 if not divided else 5 if mode_of(step, layer) is True else 2  # also those of the second forward pass
+    entering = rows * c.hidden_size * sent + 2 * c.hidden_size
+    at_weights = 2 * c.hidden_size + rows * (2 * inner - (c.hidden_size if rows > 1 else 0) - 3 * inner)
+    return step.tokens * entering * step.item, step.tokens * at_weights * step.item
 
 
 def exchanged_bytes(config: GLM5Config, step: Forward) -> int:
@@ -102,9 +139,12 @@ def logits_bytes(config: GLM5Config, step: Forward) -> int:
     if step.attention == "warmup":
         return 0
     rows, matrix = min(LOGIT_ROWS, step.tokens), config.vocab_size * config.hidden_size
+    if (
+        step.cpu and step.item < WIDE
+    ):  # a CPU multiplies in fp32: two copies of the matrix beside its gradient and a term
+        return rows * config.vocab_size * WIDE + 4 * matrix * WIDE + step.tokens * config.hidden_size * step.item
     chunk = rows * config.vocab_size * (WIDE + (step.item if step.item < WIDE else 0))
-    widened = matrix * WIDE if step.cpu and step.item < WIDE else 0  # a CPU multiplies in fp32
-    return chunk + widened + matrix * (WIDE + step.item) + step.tokens * config.hidden_size * step.item
+    return chunk + matrix * (WIDE + step.item) + step.tokens * config.hidden_size * step.item
 
 
 def _supported(config: GLM5Config) -> None:
@@ -116,6 +156,8 @@ def _layer(config: GLM5Config, step: Forward, layer: int) -> int:
     hidden = config.hidden_size * step.item
     if step.attention == "warmup":
         return step.tokens * _learning_index(config, step, layer)
+    if isinstance(step.recompute, tuple):
+        step = replace(step, recompute=mode_of(step, layer))
     if step.recompute is True:
         return step.tokens * (hidden + _inputs_and_reports(config, step, layer))
     if config.attention_type == "gqa":
@@ -141,6 +183,7 @@ def _inputs_and_reports(config: GLM5Config, step: Forward, layer: int) -> int:
 def _mtp_depth(config: GLM5Config, step: Forward) -> int:
     """One depth: embedding and the state before it normed side by side, a layer with experts, the last norm."""
     hidden = config.hidden_size * step.item
+    step = replace(step, recompute=mode_of(step, config.num_hidden_layers))
     layer = _layer(config, step, config.num_hidden_layers)
     if step.attention == "warmup":
         return layer
@@ -238,7 +281,7 @@ def _padding(config: GLM5Config, step: Forward) -> float:
     """Rows of the experts' buffers over choices."""
     if not step.cpu:
         return 1
-    return 1 + config.n_routed_experts * (ROW_TILE - 1) / 2 / (step.tokens * config.num_experts_per_tok)
+    return 1 + config.n_routed_experts // step.ep * (ROW_TILE - 1) / 2 / (step.tokens * config.num_experts_per_tok)
 
 
 def _routing(config: GLM5Config, step: Forward, widened: bool = True) -> float:

@@ -105,10 +105,24 @@ def _balanced(config: GLM5Config, stages: int) -> tuple[list[int], int | None]:
             rows.append(row)
         return rows[-1][size][1] if size in rows[-1] else None
 
+    def stages_for(limit: int) -> int:
+        """The fewest stages with at most `limit` work each."""
+        found, left = 1, limit
+        for one in work:
+            if one > left:
+                found, left = found + 1, limit
+            left -= one
+        return found
+
     low, high = max(work), total[-1]
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if best(middle) is not None else (middle + 1, high)
+        low, high = (low, middle) if stages_for(middle) <= stages else (middle + 1, high)
+    if best(low) is None:  # a bound only: `best` fills every stage
+        high = total[-1]
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if best(middle) is not None else (middle + 1, high)
     ends = best(low)
     assert ends is not None
     starts = [0, *ends[:-1]]

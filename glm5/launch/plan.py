@@ -7,10 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from glm5.config.activations import WIDE, Attention, Forward, exchanged_bytes
-from glm5.config.arithmetic import attention_flops, cache_bytes, component_counts, size_report
+from glm5.config.activations import WIDE, Attention, Forward, check_recompute, exchanged_bytes
+from glm5.config.arithmetic import attention_flops, cache_bytes, size_report
 from glm5.config.devices import Device, device_named
-from glm5.config.model import GLM5Config
+from glm5.config.model import PRESETS, GLM5Config
+from glm5.config.parameters import parameters
 from glm5.config.recipe import (
     CorpusStage,
     DistillStage,
@@ -25,7 +26,7 @@ from glm5.config.recipe import (
     Stage,
     TokenizerStage,
 )
-from glm5.config.step_memory import PHASES, Setting, sizes, step_memory
+from glm5.config.step_memory import PHASES, Setting, step_memory
 from glm5.errors import ConfigError, UsageError
 
 # Those of `glm5/engine/engine.py` and `glm5/rl/learner.py`, whose import would load torch; a test compares them.
@@ -166,6 +167,7 @@ def _advice(stage: Stage, gpus: int, cp: int) -> str:
 
 def _gradient_setting(recipe: RunRecipe, stage: GradientStage, config: GLM5Config, gpus: int) -> tuple[Setting, int]:
     """How the stage's steps run on a process, and the tokens of a whole step."""
+    check_recompute(config, stage.recompute, stage.name)
     cp = recipe.parallel.cp if gpus % recipe.parallel.cp == 0 else 1
     own = -(-stage.rows // (gpus // cp))
     micro = min(stage.micro_rows or own, own)
@@ -230,7 +232,7 @@ def _policy_setting(recipe: RunRecipe, stage: PolicyStage, config: GLM5Config, g
 
 def _beside(recipe: RunRecipe, stage: PolicyStage, config: GLM5Config, gpus: int) -> dict[str, int]:
     """Bytes of an RL stage besides the learner's: the engine on the same device with its cache, and other models."""
-    total = sizes(config).total
+    total = sum(p.size for p in parameters(config))
     item = WIDE if stage.engine_dtype == "float32" else 2
     concurrency = stage.concurrency or stage.prompts * stage.group
     cache = cache_bytes(config, 1) * item // 2
@@ -263,8 +265,7 @@ def model_flops(config: GLM5Config, forward: Forward) -> float:
     report = size_report(dense, forward.length)
     flops = float(report["train_flops_per_token"])
     if forward.attention == "warmup":  # the indexers learn, all else only goes forward
-        indexer = component_counts(config)["indexer"] * (sizes(config).indexers)
-        return flops / 3 + 3 * 2 * indexer
+        return flops / 3 + 3 * 2 * sum(p.size for p in parameters(config) if p.indexer)
     if forward.depths:
         parts = report["components"]
         active = config.num_experts_per_tok + config.n_shared_experts
@@ -280,6 +281,61 @@ def load_and_plan(path: Path, overrides: list[str], gpus: int, device: str, mfu:
     from glm5.config.load import load_recipe
 
     return plan(load_recipe(path, RunRecipe, overrides), gpus, device, mfu)
+
+
+def recipe_layouts(
+    path: Path, overrides: list[str], gpus: int, device: str, best: int, price: float | None = None
+) -> dict[str, Report]:
+    """The `best` layouts of every stage of a recipe that trains by gradients (see `glm5/launch/layouts.py`)."""
+    from glm5.config.load import load_recipe
+    from glm5.launch.layout_report import plan_layouts
+
+    recipe, kind, found = load_recipe(path, RunRecipe, overrides), device_named(device), {}
+    for stage, config in _models(recipe):
+        if isinstance(stage, GradientStage):
+            setting, _ = _gradient_setting(recipe, stage, config, gpus)
+            base = replace(setting, low_precision_copy=gpus == 1)
+            found[stage.name] = plan_layouts(config, base, gpus, stage.rows, kind, price=price, wanted=best)
+    return found
+
+
+def model_layouts(
+    model: str,
+    gpus: int,
+    device: str,
+    rows: int,
+    row_length: int,
+    depths: int = 3,
+    sparse: bool = False,
+    optimizer: str = "muon",
+    products: float = 0.4,
+    best: int = 3,
+    price: float | None = None,
+) -> Report:
+    """The `best` layouts for training a preset or a checkpoint in bf16, with Newton-Schulz in bf16. Raises UsageError
+    for numbers out of range."""
+    from glm5.launch.layout_report import plan_layouts
+
+    if not 0 < products <= 1 or optimizer not in ("muon", "adamw"):
+        raise UsageError("--products is above 0 and at most 1, --optimizer is muon or adamw.")
+    config = GLM5Config.preset(model) if model in PRESETS else GLM5Config.load(model)
+    if config.use_dsa and not sparse:
+        config = config.replace(use_dsa=False)
+    if sparse and not config.use_dsa:
+        raise UsageError(f"--sparse: {model} has no sparse attention.")
+    depths = depths if config.num_nextn_predict_layers else 0
+    attention: Attention = "sparse" if sparse else "dense"
+    forward = Forward(1, row_length, 2, attention, learns_index=sparse, depths=depths)
+    return plan_layouts(
+        config,
+        Setting(forward, ns_item=2, optimizer=optimizer),
+        gpus,
+        rows,
+        device_named(device),
+        products,
+        price,
+        best,
+    ) | {"model": model, "device": device.lower()}
 
 
 def table(found: Report) -> str:

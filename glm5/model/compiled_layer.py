@@ -18,7 +18,7 @@ from glm5.model.context import ForwardContext
 from glm5.model.dsa import Indexer
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.model.gqa import GQA
-from glm5.model.layer_call import SELECTIVE, Notes, Tables, noting, replay, selective_contexts
+from glm5.model.layer_call import SELECTIVE, Notes, Tables, noting, recompute_of, replay, selective_contexts
 from glm5.model.mla import MLA
 from glm5.model.moe import Experts
 from glm5.obs.logs import get_logger
@@ -103,7 +103,8 @@ class CompiledLayer:
         ranges = {window: ctx.key_range(window) for window in {None, attention.window}}
         self._vary(1, x, *(table for pair in rope.values() for table in pair))
         self._vary(3, ctx.positions, ctx.documents, *rest, *(edge for pair in ranges.values() for edge in pair))
-        flags = ctx.attend_dense, ctx.observer is not None, ctx.router_stats is not None, ctx.recompute == SELECTIVE
+        selective = recompute_of(self.layer, ctx) == SELECTIVE
+        flags = ctx.attend_dense, ctx.observer is not None, ctx.router_stats is not None, selective
         try:
             with self.compiler.with_backward:
                 out, notes = self.compiler.run(self.eager, x, rest, ctx.positions, ctx.documents, rope, ranges, flags)

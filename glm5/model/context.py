@@ -21,6 +21,8 @@ from glm5.ops.wide import wide
 if TYPE_CHECKING:
     from glm5.model.pipeline_stage import StagePass
 
+Recompute = bool | Literal["selective"]
+
 
 class RecurrentState:
     """Fixed-size state of recurrent layers: `memory` [layers, rows, heads, head_dim, head_dim] in fp32 or wider, and
@@ -155,8 +157,8 @@ class ForwardContext:
     a cache or on the row length. `attend_dense` keeps attention dense even with an indexer (DSA warm-up). max_logits,
     if not None, receives the largest attention logit of each head [N] by layer (softmax attention only). `recompute`:
     True saves only the inputs of each layer, and the backward pass computes the layer again; "selective" also saves
-    what is expensive to compute. `offload` moves what layers save to host memory until backward needs it. `stage_pass`:
-    that of a pipeline stage."""
+    what is expensive to compute. A tuple has a setting for each layer, the MTP layer's last. `offload` moves what
+    layers save to host memory until backward needs it. `stage_pass`: that of a pipeline stage."""
 
     positions: Tensor
     documents: Tensor | None = None
@@ -173,7 +175,7 @@ class ForwardContext:
     observer: Observer | None = None
     router_stats: list[RouterStats] | None = None
     max_logits: dict[int, Tensor] | None = None
-    recompute: bool | Literal["selective"] = False
+    recompute: Recompute | tuple[Recompute, ...] = False
     offload: Offload | None = None
     stage_pass: StagePass | None = None
     _ranges: dict[int | None, tuple[Tensor, Tensor]] = field(default_factory=dict)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from glm5.model.context import AllKeys, ForwardContext
+from glm5.model.context import AllKeys, ForwardContext, Recompute
 
 SELECTIVE = "selective"
 
@@ -34,12 +34,13 @@ def call(layer: nn.Module, x: Tensor, ctx: ForwardContext, *rest: Tensor | None)
     backward records no statistics a second time."""
     if not torch.is_grad_enabled():
         return layer(x, ctx, *rest)
+    mode = recompute_of(layer, ctx)
     offload: AbstractContextManager[object] = nullcontext() if ctx.offload is None else ctx.offload.layer(layer)
     with offload:
-        if not ctx.recompute or keeps_by_itself(layer, x, ctx):
+        if not mode or keeps_by_itself(layer, x, ctx):
             return layer(x, ctx, *rest)
         # Statistics of attention multiply matrices of all keys. These would be kept, and be missing in the second run.
-        if ctx.recompute == SELECTIVE and ctx.max_logits is None:
+        if mode == SELECTIVE and ctx.max_logits is None:
             return _selectively(layer, x, ctx, rest)
         return _recomputed(layer, x, ctx, rest)
 
@@ -47,7 +48,16 @@ def call(layer: nn.Module, x: Tensor, ctx: ForwardContext, *rest: Tensor | None)
 def keeps_by_itself(layer: nn.Module, x: Tensor, ctx: ForwardContext) -> bool:
     """Whether the layer is compiled and does selective recomputation inside."""
     takes = getattr(layer.forward, "takes", None)
-    return ctx.recompute == SELECTIVE and takes is not None and takes(x, ctx)
+    return recompute_of(layer, ctx) == SELECTIVE and takes is not None and takes(x, ctx)
+
+
+def recompute_of(layer: nn.Module, ctx: ForwardContext) -> Recompute:
+    """How this layer is recomputed: `ctx.recompute` may have a setting for each."""
+    if not isinstance(ctx.recompute, tuple):
+        return ctx.recompute
+    attention: Any = getattr(layer, "block", layer).self_attn
+    mode: Recompute = ctx.recompute[attention.layer]
+    return mode
 
 
 def _recomputed(layer: nn.Module, x: Tensor, ctx: ForwardContext, rest: Sequence[Tensor | None]) -> Any:

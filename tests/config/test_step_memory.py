@@ -13,8 +13,9 @@ import torch
 from glm5.config.activations import Forward, kept_by_heads, kept_by_layers
 from glm5.config.model import PRESETS, GLM5Config
 from glm5.config.optim import OptimConfig
+from glm5.config.parameters import parameters
 from glm5.config.recipe import GradientStage
-from glm5.config.step_memory import Setting, sizes, step_memory
+from glm5.config.step_memory import Setting, step_memory
 from glm5.data.packing import Batch
 from glm5.errors import ConfigError
 from glm5.model.context import packed_context
@@ -163,26 +164,16 @@ def test_the_peak_of_a_step_of_larger_presets(preset: str, changes: dict[str, An
     check_peak(preset, changes, parts, 512, tmp_path)
 
 
-@pytest.mark.parametrize("preset", ["tiny", "glm5.2", "glm4.7-flash", "glm4.5"])
-def test_sizes_are_those_of_the_model(preset: str) -> None:
-    config = GLM5Config.preset(preset)
-    model, found = GLM5ForCausalLM.deferred(config), sizes(config)
-    named = {name: p.numel() for name, p in model.named_parameters()}
-    assert found.total == sum(named.values())
-    assert sum(experts for experts, _ in found.layers) == sum(n for name, n in named.items() if ".experts." in name)
-    assert found.indexer * found.indexers == sum(n for name, n in named.items() if ".indexer." in name)
-
-
 def test_processes_divide_the_states_and_hold_gathered_blocks() -> None:
     config, step = GLM5Config.preset("base", use_dsa=False), Forward(1, 4096)
     one, eight = (step_memory(config, Setting(step, world=world)) for world in (1, 8))
     for name in ("weights", "optimizer", "gradients"):
-        assert eight[name] == one[name] // 8
+        assert eight[name] == pytest.approx(one[name] / 8, rel=1e-3)
     assert one["communication"] == eight["low_precision_copy"] == 0 < eight["communication"]
     divided = step_memory(config, Setting(step, world=8, ep=8))
     assert divided["weights"] == eight["weights"]
     once, often = (step_memory(config, Setting(step, 4, 8, reduce_once=once)) for once in (True, False))
-    assert once["gradients"] == 4 * sizes(config).total and often["gradients"] == eight["gradients"]
+    assert once["gradients"] == 4 * sum(p.size for p in parameters(config)) and often["gradients"] == eight["gradients"]
 
 
 def test_offload_leaves_two_layers_on_the_device() -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from glm5.config.activations import check_recompute
 from glm5.data.packing import Batch
+from glm5.errors import ConfigError
 from glm5.model.context import packed_context
 from glm5.model.layer_call import KEPT
 from glm5.train.losses import IndexerLoss, language_loss
@@ -33,9 +35,7 @@ VARIANTS = pytest.mark.parametrize(
 )
 
 
-def everything(
-    model: Any, recompute: bool | Literal["selective"], exact: bool, warmup: bool, monitored: bool = True
-) -> dict[str, Any]:
+def everything(model: Any, recompute: Any, exact: bool, warmup: bool, monitored: bool = True) -> dict[str, Any]:
     """Loss, gradients and all that a step leaves with its context."""
     batch = Batch(IDS, DOCUMENTS, DOCUMENTS >= 0)
     ctx = packed_context(DOCUMENTS, exact=exact)
@@ -65,6 +65,25 @@ def test_the_same_loss_gradients_and_statistics(
     same(kept, again)
     assert kept["max"].keys() == again["max"].keys() and len(kept["max"]) > 2
     assert all(torch.equal(value, again["max"][layer]) for layer, value in kept["max"].items())
+
+
+def test_layers_have_settings_of_their_own(small: Callable[..., Any]) -> None:
+    """The same numbers, and attention runs twice exactly in the layers that are computed again."""
+    with Operators() as kept_calls:
+        kept = everything(small(seed=2), False, False, False)
+    layers = small(seed=2).config.num_hidden_layers + 1
+    with Operators() as calls:
+        mixed = everything(small(seed=2), (True, "selective", *[False] * (layers - 2)), False, False)
+    same(kept, mixed)
+    more = calls.calls["aten::mm"] - kept_calls.calls["aten::mm"]
+    with Operators() as every:
+        everything(small(seed=2), True, False, False)
+    assert 0 < more < every.calls["aten::mm"] - kept_calls.calls["aten::mm"]
+
+
+def test_too_few_settings_are_refused(small: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match="recompute has 2 settings, and the model has"):
+        check_recompute(small(seed=2).config, (True, False), "pretrain")
 
 
 class Operators(TorchDispatchMode):

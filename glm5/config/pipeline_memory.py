@@ -1,0 +1,82 @@
+"""Bytes on one process of a pipeline (§2.4): whole weights in a step, ZeRO-2's gradients, micro-batches in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from glm5.config.activations import INDEX, WIDE, again_bytes, gradient_bytes, kept_by_heads, logits_bytes
+from glm5.config.pipeline import Span
+
+if TYPE_CHECKING:
+    from glm5.config.step_memory import RankStep
+
+
+def in_flight(pp: int, stages_per_rank: int, rank: int, parts: int) -> list[int]:
+    """For each stage of a rank, the most micro-batches between forward and backward, in interleaved 1F1B (see
+    `glm5/parallel/schedule.py`): the warm-up runs rounds of `pp` micro-batches through one stage after the other."""
+    chunks = stages_per_rank
+    ahead = pp - 1 - rank if chunks == 1 else (chunks - 1) * pp + 2 * (pp - 1 - rank)
+    order = ((chunk, m) for start in range(0, parts, pp) for chunk in range(chunks) for m in range(start, start + pp))
+    begun = [unit for unit in islice(order, ahead + 1) if unit[1] < parts]
+    return [sum(chunk == own for chunk, _ in begun) for own in range(chunks)]
+
+
+def gradient_sums(pp: int, stages_per_rank: int, parts: int) -> int:
+    """How often a step sums the gradients of each stage over its processes: once per run of its micro-batches."""
+    return 1 if stages_per_rank == 1 else -(-parts // pp)
+
+
+def sent_states(span: Span, depths: int) -> int:
+    """Hidden states per token that a stage sends on."""
+    return 0 if span.head else 1 + depths if span.mtp else 1
+
+
+def transferred(step: RankStep, span: Span) -> int:
+    """Bytes of a micro-batch that a stage sends to the next one; the gradients that come back have those of the hidden
+    states."""
+    c, forward = step.config, step.forward
+    indices = min(c.index_topk or 0, forward.length) * INDEX if span.gives_indices else 0
+    width = sent_states(span, forward.depths) * c.hidden_size * forward.item
+    return forward.tokens * (width + (indices if forward.attention == "sparse" else 0))
+
+
+def pipeline_moments(step: RankStep, fixed: dict[str, int]) -> Iterator[tuple[str, str, dict[str, int]]]:
+    """Backward of each layer while as many micro-batches as possible are in flight: the fields of a `Moment`."""
+    c, s, forward, spans = step.config, step.setting, step.forward, step.spans
+    flying = in_flight(s.pp, s.stages_per_rank, step.rank, s.parts)
+    alive = {**fixed, "gathered: weights of the stages": step.total.whole * forward.item}
+    frozen = s.trains == "indexers"
+    largest = max(sum(size.learned_whole for size in step.stage_sizes([span])) for span in spans)
+    buffers = 2 if s.stages_per_rank > 1 else 1
+    alive["gradients"] = step.gradient
+    alive["gradients: buffers of whole stages"] = buffers * largest * WIDE
+    kept = {layer: size for _, layer, size in step.kept}
+    device = dict(zip((name for name, _, _ in step.kept), step.on_device))
+    named = {name: layer for name, layer, _ in step.kept}
+
+    def of(span: Span) -> int:
+        return sum(
+            size
+            for name, size in device.items()
+            if named[name] in span.layers or (span.mtp and named[name] == c.num_hidden_layers)
+        )
+
+    heads = kept_by_heads(c, forward)
+    for span, count in zip(spans, flying):
+        if not count:
+            continue
+        stored = of(span) + (heads if span.head else 0)
+        alive[f"activations: stage {span.stage}, {count} in flight"] = count * stored
+        states = sent_states(span, forward.depths) + (0 if span.embeds else 1)
+        alive[f"communication: hidden states of stage {span.stage}"] = (
+            count * states * forward.tokens * c.hidden_size * forward.item
+        )
+    if any(span.head for span in spans) and not frozen:
+        yield "loss", "output head", {**alive, "logits": logits_bytes(c, forward)}
+    for layer in kept:
+        entering, at_weights = gradient_bytes(c, forward, layer, s.ep > 1)
+        again = again_bytes(c, forward, layer)
+        work = max(entering, 0 if frozen else step.sizes[layer].widest * forward.item + at_weights)
+        yield "backward", f"layer {layer}", {**alive, "activations: computed again": again, "working": work}

@@ -1,0 +1,309 @@
+"""All layouts of a training step on a number of devices: which fit, what they cost, and why others do not (§2.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from glm5.config.activations import exchanged_bytes
+from glm5.config.devices import Device
+from glm5.config.keep_plan import Choice, choose, kept_by_mode, layer_choices
+from glm5.config.model import GLM5Config
+from glm5.config.pipeline_memory import in_flight
+from glm5.config.step_memory import Moment, RankStep, Setting
+from glm5.config.step_time import Speed, StepTime, bubble, speed_of, step_time
+from glm5.config.traffic import Traffic, step_traffic
+from glm5.errors import ConfigError
+
+RESERVED = 0.1
+"""Share of a device's memory that is assumed to go to the driver, communication libraries and fragmentation."""
+PRODUCTS = 0.4
+"""Share of the peak rate that products are assumed to reach; nothing was measured."""
+STAGES = (1, 2, 4)
+"""Stages per process that are tried."""
+LEAST_TOKENS = 256
+"""Tokens of a row that a process has at least, with context parallelism."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A legal layout: `pp` groups x `dp` x `cp` processes, `parts` micro-batches of `micro_rows` rows."""
+
+    pp: int
+    stages_per_rank: int
+    cp: int
+    ep: int
+    dp: int
+    micro_rows: int
+    parts: int
+    reduce_once: bool
+
+    @property
+    def name(self) -> str:
+        interleaved = f"x{self.stages_per_rank}" if self.stages_per_rank > 1 else ""
+        once = "" if self.pp > 1 or self.parts == 1 or not self.reduce_once else " reduce_once"
+        return f"pp {self.pp}{interleaved} dp {self.dp} cp {self.cp} ep {self.ep} rows {self.micro_rows}{once}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a candidate needs. `keeps`: (recompute, offload) of each layer of the trunk and of the MTP layer. `moment`
+    is the peak on `rank`, the fullest of the `pp` groups. `seconds` per step with the bubble; `time` and `traffic` are
+    of the slowest process."""
+
+    candidate: Candidate
+    moment: Moment
+    rank: int
+    keeps: list[tuple[Any, bool]] = field(default_factory=list)
+    seconds: float = 0.0
+    bubble: float = 0.0
+    time: StepTime | None = None
+    traffic: tuple[Traffic, ...] = ()
+    problem: str = ""
+
+
+def candidates(
+    config: GLM5Config, gpus: int, rows: int, length: int, forward_rows: int | None = None
+) -> Iterator[Candidate]:
+    """Every legal layout of a step of `rows` rows. `forward_rows` fixes the rows of a micro-batch."""
+    stages = config.num_hidden_layers + config.num_nextn_predict_layers + 1
+    for pp in _divisors(gpus):
+        ranks = gpus // pp
+        for per_rank in STAGES if pp > 1 else (1,):
+            if pp * per_rank > stages:
+                continue
+            for cp in _divisors(ranks):
+                dp = ranks // cp
+                if rows % dp or (cp > 1 and length // cp < LEAST_TOKENS):
+                    continue
+                own = rows // dp
+                for micro in [forward_rows] if forward_rows else _powers(own):
+                    if own % micro or (pp > 1 and own // micro < pp):
+                        continue  # with fewer micro-batches than stages, most of a pipeline only waits
+                    for ep in _divisors(ranks):
+                        if config.n_routed_experts % ep:
+                            continue
+                        parts = own // micro
+                        for once in (True, False) if pp == 1 and parts > 1 and ranks > 1 else (True,):
+                            yield Candidate(pp, per_rank, cp, ep, dp, micro, parts, once)
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _powers(most: int) -> list[int]:
+    return [2**n for n in range(most.bit_length()) if 2**n <= most and 2**n <= 16]
+
+
+def setting_of(base: Setting, candidate: Candidate, gpus: int) -> Setting:
+    """`base` in a layout."""
+    return replace(
+        base,
+        forward=replace(base.forward, rows=candidate.micro_rows, cp=candidate.cp, ep=candidate.ep),
+        parts=candidate.parts,
+        world=gpus,
+        ep=candidate.ep,
+        pp=candidate.pp,
+        stages_per_rank=candidate.stages_per_rank,
+        reduce_once=candidate.reduce_once,
+    )
+
+
+def evaluate(config: GLM5Config, base: Setting, candidate: Candidate, gpus: int, speed: Speed) -> Plan:
+    """Memory and time of a candidate; what its layers keep is planned for the memory that is left (`keep_plan`)."""
+    usable = speed.device.memory * (1 - RESERVED)
+    setting = setting_of(base, candidate, gpus)
+    layers = config.num_hidden_layers + config.num_nextn_predict_layers
+    keeps: list[tuple[Any, bool]] = [(True, True)] * layers
+    extra: list[float] = []
+    worst: tuple[Moment, int] | None = None
+    for rank in range(candidate.pp):
+        chosen = _fit(config, setting, rank, usable, speed)
+        if isinstance(chosen, Moment):
+            return Plan(candidate, chosen, rank, problem=refusal(chosen, usable))
+        moment, choices = chosen
+        for layer, choice in choices.items():
+            keeps[layer] = choice.recompute, choice.offload
+        extra.append(sum(choice.seconds for choice in choices.values() if choice.recompute is not True))
+        if worst is None or moment.bytes > worst[0].bytes:
+            worst = moment, rank
+    assert worst is not None
+    final = with_keeps(setting, keeps)
+    steps = [RankStep(config, final, rank) for rank in range(candidate.pp)]
+    traffic = [step_traffic(step) for step in steps]
+    times = [step_time(step, speed, moved, more) for step, moved, more in zip(steps, traffic, extra)]
+    slowest = max(range(candidate.pp), key=lambda rank: times[rank].seconds)
+    idle = bubble(candidate.pp, candidate.stages_per_rank, candidate.parts)
+    seconds = times[slowest].seconds / (1 - idle)
+    return Plan(candidate, *worst, keeps, seconds, idle, times[slowest], tuple(traffic[slowest]))
+
+
+def with_keeps(setting: Setting, keeps: list[tuple[Any, bool]]) -> Setting:
+    forward = replace(setting.forward, recompute=tuple(mode for mode, _ in keeps))
+    return replace(setting, forward=forward, offload=tuple(away for _, away in keeps))
+
+
+def _fit(
+    config: GLM5Config, setting: Setting, rank: int, usable: float, speed: Speed
+) -> Moment | tuple[Moment, dict[int, Choice]]:
+    """The peak of a process and what its layers keep; only the peak if nothing fits."""
+    layers = config.num_hidden_layers + config.num_nextn_predict_layers
+    least = RankStep(config, with_keeps(setting, [(True, True)] * layers), rank)
+    smallest = least.peak()
+    if smallest.bytes > usable:
+        return smallest
+    step = RankStep(config, setting, rank)
+    kept, flying = kept_by_mode(step), _times_kept(step)
+    device = speed.device
+    choices: list[list[Choice]] = []
+    owned = sorted(set(step.layers))
+    for layer in owned:
+        index = layer
+        if layer == config.num_hidden_layers and not step.forward.depths:
+            continue
+        again = _exchanged_again(step, layer, device)
+        options = layer_choices(step, kept, index, layer, speed.forward(step, layer), again, device)
+        choices.append([one._replace(bytes=one.bytes * flying[layer]) for one in options])
+    base_kept = sum(min(c.bytes for c in options) for options in choices)
+    budget = usable - smallest.bytes + base_kept
+    for _ in range(6):
+        chosen = choose(choices, budget)
+        if chosen is None:
+            break
+        found = dict(zip(owned, chosen))
+        keeps = [(found[n].recompute, found[n].offload) if n in found else (True, True) for n in range(layers)]
+        moment = RankStep(config, with_keeps(setting, keeps), rank).peak()
+        if moment.bytes <= usable:
+            return moment, found
+        budget -= moment.bytes - usable
+    return smallest, {n: options[-1] for n, options in zip(owned, choices)}
+
+
+def _times_kept(step: RankStep) -> dict[int, int]:
+    """How many micro-batches' activations of each layer are alive at once; of the MTP layer, times its depths."""
+    s = step.setting
+    counts = in_flight(s.pp, s.stages_per_rank, step.rank, s.parts) if s.pp > 1 else [1]
+    found: dict[int, int] = {}
+    for span, count in zip(step.spans, counts):
+        found |= dict.fromkeys(span.layers, count)
+        if span.mtp:
+            found[step.config.num_hidden_layers] = count * max(1, step.forward.depths)
+    return found
+
+
+def _exchanged_again(step: RankStep, layer: int, device: Device) -> float:
+    """Seconds of transfers that a layer repeats if it is computed again."""
+    c, s, forward = step.config, step.setting, step.forward
+    seconds = 0.0
+    if s.ep > 1 and (layer == c.num_hidden_layers or not c.is_dense_layer(layer)):
+        rows = 2 * forward.tokens * c.num_experts_per_tok * c.hidden_size * forward.item
+        seconds += Traffic("all-to-all", "rows of experts", rows, s.ep).seconds(device)
+    if forward.cp > 1:
+        seconds += Traffic("all-to-all", "keys of rows", exchanged_bytes(c, forward), forward.cp).seconds(device)
+    return seconds
+
+
+def refusal(moment: Moment, usable: float) -> str:
+    """Why a layout does not fit: the tensors at its peak, with everything computed again and in host memory, are added
+    up from the largest; the one that goes over the limit is named."""
+    total = 0.0
+    name, size = "", 0
+    for name, size in sorted(moment.held.items(), key=lambda item: -item[1]):  # noqa: B007
+        total += size
+        if total > usable:
+            break
+    return (
+        f"{name} ({size / 1e9:,.1f} GB) does not fit at {moment.phase}, {moment.where}: {moment.bytes / 1e9:,.1f} GB "
+        f"of {usable / 1e9:,.1f}"
+    )
+
+
+@dataclass(frozen=True)
+class Found:
+    """`best`: the fastest layouts that fit. `faster`: those that would be faster and do not fit, fastest first.
+    `slower`: (layout, seconds at least) of the others, fastest first. `refused`: one layout for each way to divide the
+    weights that does not fit at all, with as few tokens at a time as possible. `legal`: number of all layouts."""
+
+    best: list[Plan]
+    faster: list[Plan]
+    slower: list[tuple[Candidate, float]]
+    refused: list[Plan]
+    legal: int
+
+
+def search(
+    config: GLM5Config,
+    base: Setting,
+    gpus: int,
+    rows: int,
+    device: Device,
+    mfu: float = PRODUCTS,
+    micro_rows: int | None = None,
+    wanted: int = 3,
+) -> Found:
+    """The `wanted` fastest of all legal layouts. They are taken by the time that they need at least, with memory for
+    everything; one whose bound is above the time of the best found is not looked at further. Raises ConfigError if
+    there is no legal layout."""
+    speed = speed_of(config, base.forward.length, base.forward.attention == "sparse", device, mfu)
+    legal = list(candidates(config, gpus, rows, base.forward.length, micro_rows))
+    if not legal:
+        raise ConfigError(f"{rows} rows of a step cannot be divided over {gpus} devices; choose other numbers.")
+    usable = device.memory * (1 - RESERVED)
+    smallest: dict[tuple[Any, ...], Candidate] = {}
+    for one in legal:
+        known = smallest.setdefault(_weights_of(one), one)
+        smallest[_weights_of(one)] = min(known, one, key=lambda c: (c.micro_rows / c.cp, c.micro_rows))
+    refused = {key: plan for key, one in smallest.items() if (plan := _too_large(config, base, one, gpus, usable))}
+    open_ = [one for one in legal if _weights_of(one) not in refused]
+    bounds = sorted((_bound(config, base, one, gpus, speed), i) for i, one in enumerate(open_))
+    best: list[Plan] = []
+    faster: list[Plan] = []
+    slower: list[tuple[Candidate, float]] = []
+    fewest: dict[tuple[Any, ...], tuple[int, Plan]] = {}
+    for place, (bound, i) in enumerate(bounds):
+        if len(best) == wanted and bound >= best[-1].seconds:
+            slower += [(open_[j], least) for least, j in bounds[place:]]
+            break
+        one = open_[i]
+        key = *_weights_of(one), one.cp
+        rows_of, refusing = fewest.get(key, (one.micro_rows + 1, None))
+        if refusing is not None and one.micro_rows >= rows_of:  # more rows need more memory
+            plan = replace(refusing, candidate=one)
+        else:
+            plan = evaluate(config, base, one, gpus, speed)
+        if plan.problem:
+            fewest[key] = one.micro_rows, plan
+            faster.append(replace(plan, seconds=bound))
+            continue
+        ranked = sorted([*best, plan], key=lambda plan: (plan.seconds, plan.moment.bytes))
+        best, lost = ranked[:wanted], ranked[wanted:]
+        slower += [(plan.candidate, plan.seconds) for plan in lost]
+    return Found(best, faster, sorted(slower, key=lambda pair: pair[1]), list(refused.values()), len(legal))
+
+
+def _weights_of(one: Candidate) -> tuple[Any, ...]:
+    """What decides the bytes that do not depend on tokens."""
+    return one.pp, one.stages_per_rank, one.ep, one.reduce_once
+
+
+def _too_large(config: GLM5Config, base: Setting, one: Candidate, gpus: int, usable: float) -> Plan | None:
+    """The refusal of a candidate that does not fit however little its layers keep."""
+    layers = config.num_hidden_layers + config.num_nextn_predict_layers
+    setting = with_keeps(setting_of(base, one, gpus), [(True, True)] * layers)
+    for rank in range(one.pp):
+        moment = RankStep(config, setting, rank).peak()
+        if moment.bytes > usable:
+            return Plan(one, moment, rank, problem=refusal(moment, usable))
+    return None
+
+
+def _bound(config: GLM5Config, base: Setting, candidate: Candidate, gpus: int, speed: Speed) -> float:
+    """Seconds of a step at least: of the first and the last process of a pipeline, nothing computed again."""
+    setting = setting_of(base, candidate, gpus)
+    layers = config.num_hidden_layers + config.num_nextn_predict_layers
+    setting = with_keeps(setting, [(False, False)] * layers)
+    times = [step_time(RankStep(config, setting, rank), speed) for rank in {0, candidate.pp - 1}]
+    idle = bubble(candidate.pp, candidate.stages_per_rank, candidate.parts)
+    return max(time.seconds for time in times) / (1 - idle)

@@ -1,0 +1,84 @@
+"""The search over layouts: legal ones only, none that does not fit, none missed that is faster."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from glm5.cli import app
+from glm5.config.activations import Forward
+from glm5.config.devices import device_named
+from glm5.config.model import GLM5Config
+from glm5.config.parameters import parameters
+from glm5.config.pipeline_memory import in_flight
+from glm5.config.step_memory import RankStep, Setting
+from glm5.config.step_time import bubble, speed_of
+from glm5.launch.layout_report import plan_layouts, tensors
+from glm5.launch.layouts import RESERVED, candidates, evaluate, search
+
+TINY = GLM5Config.preset("tiny", use_dsa=False)
+BASE = Setting(Forward(1, 1024, 2, depths=1), ns_item=2)
+SMALL = replace(device_named("h100"), memory=1.6e8)
+"""A device on which some layouts of `tiny` fit."""
+
+
+def test_layouts_are_legal() -> None:
+    found = list(candidates(TINY, 16, 32, 1024))
+    assert len(set(found)) == len(found) > 100
+    for one in found:
+        ranks = one.dp * one.cp
+        assert one.pp * ranks == 16 and ranks % one.ep == 0 and TINY.n_routed_experts % one.ep == 0
+        assert one.dp * one.micro_rows * one.parts == 32
+
+
+def test_the_best_are_the_fastest_of_all_that_fit() -> None:
+    found = search(TINY, BASE, 8, 16, SMALL, wanted=2)
+    speed = speed_of(TINY, 1024, False, SMALL, 0.4)
+    every = [evaluate(TINY, BASE, one, 8, speed) for one in candidates(TINY, 8, 16, 1024)]
+    fitting = sorted(plan.seconds for plan in every if not plan.problem)
+    assert [plan.seconds for plan in found.best] == pytest.approx(fitting[:2])
+    assert 0 < len(fitting) < len(every) == found.legal
+    usable = SMALL.memory * (1 - RESERVED)
+    assert all(plan.moment.bytes <= usable for plan in found.best)
+    assert all(plan.moment.bytes > usable and "does not fit at" in plan.problem for plan in every if plan.problem)
+
+
+def test_tensors_are_listed_by_name() -> None:
+    step = RankStep(TINY, replace(BASE, world=8, ep=2))
+    listed = tensors(step)
+    assert set(listed["weights"]) == {p.name for p in parameters(TINY)}
+    assert sum(listed["weights"].values()) == step.weights
+    assert sum(listed["optimizer"].values()) == step.optimizer
+    assert sum(listed["gradients"].values()) == step.gradient
+
+
+@pytest.mark.parametrize(("pp", "chunks", "parts"), [(4, 1, 8), (2, 2, 4), (4, 2, 4), (2, 1, 1)])
+def test_micro_batches_in_flight(pp: int, chunks: int, parts: int) -> None:
+    first, last = in_flight(pp, chunks, 0, parts), in_flight(pp, chunks, pp - 1, parts)
+    assert sum(first) >= sum(last) >= 1 and max(first) <= parts
+    if chunks == 1:
+        assert (first, last) == ([min(pp, parts)], [1])
+    assert bubble(pp, chunks, parts) == (pp - 1) / (parts * chunks + pp - 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("gpus", "device"), [(256, "h100"), (512, "h800"), (128, "b200")])
+def test_the_paper_s_model_fits(gpus: int, device: str) -> None:
+    """744B pre-training in steps of 64M tokens."""
+    config = GLM5Config.preset("glm5", use_dsa=False)
+    found = plan_layouts(config, Setting(Forward(1, 4096, 2, depths=3), ns_item=2), gpus, 16_384, device_named(device))
+    assert len(found["best"]) == 3
+    for entry in found["best"]:
+        assert entry["peak_bytes"] <= 0.9 * device_named(device).memory
+
+
+def test_the_command(tmp_path: object) -> None:
+    options = ["plan", "layouts", "nano", "--gpus", "2", "--rows", "4", "--row-length", "512", "--price-per-hour", "2"]
+    said = CliRunner().invoke(app, options)
+    assert said.exit_code == 0 and "Tensor parallelism does not exist in training" in said.output
+    found = json.loads(CliRunner().invoke(app, [*options, "--json"]).output)
+    assert found["best"][0]["cost_per_million_tokens"] > 0 and found["legal"] > len(found["best"])
+    assert {"kind", "what", "bytes", "link"} <= found["best"][0]["traffic"][0].keys()
