@@ -61,7 +61,9 @@ def share_indexers(model: GLM5ForCausalLM, layers: int | str) -> GLM5ForCausalLM
     fewer = config.replace(indexer_types=(), **keys)
     depth = range(config.num_hidden_layers)
     if back := [layer for layer in depth if fewer.computes_topk(layer) and not config.computes_topk(layer)]:
-        raise ConfigError(f"share_indexers = {layers!r} keeps an indexer in layer {back[0]}, which has none; choose fewer.")
+        raise ConfigError(
+            f"share_indexers = {layers!r} keeps an indexer in layer {back[0]}, which has none; choose fewer."
+        )
     return model.clone(fewer)
 
 

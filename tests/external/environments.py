@@ -70,7 +70,9 @@ def _unpack(python: str, name: str, version: str, place: Path, folder: Path) -> 
     if done.returncode != 0:
         pytest.skip(f"pip cannot get {name}: {(done.stderr.strip().splitlines() or ['no reason'])[-1]}")
     archive = next((place / "archive").iterdir())
-    shutil.unpack_archive(archive, place / "files", **({"format": "zip"} if archive.suffix == ".whl" else {"filter": "data"}))
+    shutil.unpack_archive(
+        archive, place / "files", **({"format": "zip"} if archive.suffix == ".whl" else {"filter": "data"})
+    )
     roots = [path for path in (place / "files", *(place / "files").iterdir()) if (path / name).is_dir()]
     roots[0].rename(folder)
 

@@ -1,6 +1,10 @@
-"""Runs the reasoning and tool parsers of SGLang or vLLM over texts, without their CUDA packages: python serving_parsers.py
-sglang|vllm FOLDER CASES RESULTS. FOLDER is their unpacked source. A case has `tools`, `thinking` and `parts`, the text
-as it streams; a result has `reasoning`, `content` and `calls` (name, arguments) of the whole text and of the stream."""
+"""Runs the reasoning and tool parsers of SGLang or vLLM over texts, without the packages for GPUs that they import:
+
+    python serving_parsers.py sglang|vllm FOLDER CASES RESULTS
+
+FOLDER has their unpacked files. A case has `tools`, `thinking` and `parts`, the text as it streams; a result has
+`reasoning`, `content` and `calls` (name, arguments) of the whole text and of the stream.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +111,11 @@ def vllm(case: dict[str, Any]) -> dict[str, Any]:
         return parsers.Glm47MoeParser(NoTokenizer(), tools, **kwargs)
 
     thoughts, content, calls = parser().parse("".join(case["parts"]), request, enable_auto_tools=True)
-    whole = {"reasoning": thoughts or "", "content": content or "", "calls": [[c.name, c.arguments] for c in calls or []]}
+    whole = {
+        "reasoning": thoughts or "",
+        "content": content or "",
+        "calls": [[c.name, c.arguments] for c in calls or []],
+    }
     stream: dict[str, Any] = {"reasoning": "", "content": ""}
     found: dict[int, list[str]] = {}
     one = parser()
