@@ -1,5 +1,5 @@
-"""Names of tensors on disk, beside the mapping of Megatron-Bridge's GLM-5 bridge (`glm_moe_dsa/glm5_bridge.py`, November
-2026): its Hugging Face names, as facts."""
+"""Names of tensors on disk, beside the Hugging Face names that Megatron-Bridge maps (`glm_moe_dsa/glm5_bridge.py` of
+its repository, November 2026)."""
 
 from __future__ import annotations
 
