@@ -151,8 +151,9 @@ class MLA(nn.Module):
             q, latents, indices, value_dim=self.latent, scale=self.scale, pages=ctx.pages, want_probs=watch
         )
         if ctx.observer is not None and target is not None:
-            own = self.indexer is not None and state is not None
-            scores = self.indexer.score_selected(state, indices) if own else None
+            scores = None
+            if self.indexer is not None and state is not None:
+                scores = self.indexer.score_selected(state, indices)
             ctx.observer.selected(self.layer, scores, target, indices >= 0)
         return self._values(out, ctx)
 
@@ -178,8 +179,8 @@ class MLA(nn.Module):
         if ctx.max_logits is not None:
             ctx.note_max_logits(self.layer, max_logits(q, k, ranges, ctx.present(), self.scale))
         if ctx.observer is not None and self.selects_keys:
-            index = (None, None, None) if state is None else (state.q, state.k, state.w)
-            view = AllKeys(*index, q.detach(), k.detach(), *ctx.key_range(), self.scale)
+            own = (None, None, None) if state is None else (state.q, state.k, state.w)
+            view = AllKeys(own[0], own[1], own[2], q.detach(), k.detach(), *ctx.key_range(), self.scale)
             ctx.observer.dense(self.layer, view)
         out = dense_attention(q, k, v, ranges, self.scale)
         return ctx.flat(out.transpose(1, 2).flatten(2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,7 +54,7 @@ def share_indexers(model: GLM5ForCausalLM, layers: int | str) -> GLM5ForCausalLM
     config = model.config
     if not config.use_dsa:
         raise ConfigError("share_indexers: this model has no indexers; add them with a stage of kind dsa_warmup first.")
-    keys = {"index_topk_freq": 1, "index_skip_topk_offset": 2, "index_topk_pattern": None}
+    keys: dict[str, Any] = {"index_topk_freq": 1, "index_skip_topk_offset": 2, "index_topk_pattern": None}
     if isinstance(layers, str):
         keys["index_topk_pattern"] = layers
     else:
