@@ -171,9 +171,9 @@ def _layer(config: GLM5Config, step: Forward, layer: int) -> int:
 def _inputs_and_reports(config: GLM5Config, step: Forward, layer: int) -> int:
     """Per token, a layer that is recomputed as a whole: the indices that it gets from the layer before, and what it
     reports to the losses of balance and of the indexers."""
-    sparse, own = step.attention == "sparse", layer >= config.num_hidden_layers or config.computes_topk(layer)
+    sparse = step.attention == "sparse"
     found = _indices(config, step) if sparse and 0 < layer < config.num_hidden_layers else 0
-    if sparse and own and step.learns_index:
+    if sparse and step.learns_index:
         found += min(config.index_topk or step.length, step.length) * WIDE
     if step.balance and not config.is_dense_layer(layer):
         found += config.n_routed_experts * WIDE + config.num_experts_per_tok * INDEX
@@ -201,11 +201,11 @@ def _indices(config: GLM5Config, step: Forward) -> int:
 
 def _learning_index(config: GLM5Config, step: Forward, layer: int) -> int:
     """Per token, warm-up: inputs of the projections, and the gradients that the KL computes at once."""
-    if layer < config.num_hidden_layers and not config.computes_topk(layer):
-        return 0
     queries = config.index_n_heads * config.index_head_dim
     projected = config.hidden_size + config.q_lora_rank + config.index_head_dim
     gradients = (queries + step.cp * config.index_head_dim) * step.item + config.index_n_heads * WIDE
+    if layer < config.num_hidden_layers and not config.computes_topk(layer):
+        return gradients + 2 * WIDE  # it has no projections, but a KL
     return projected * step.item + gradients + 2 * WIDE
 
 
@@ -232,20 +232,22 @@ def _mla(config: GLM5Config, step: Forward, layer: int) -> int:
 
 def _index(config: GLM5Config, step: Forward, layer: int) -> int:
     """Per token: what the indexer's loss in a sparse step keeps."""
-    if not step.learns_index or (layer < config.num_hidden_layers and not config.computes_topk(layer)):
+    if not step.learns_index:
         return 0
     queries = config.index_n_heads * config.index_head_dim
     keys = min(config.index_topk or step.length, step.length)
+    if layer < config.num_hidden_layers and not config.computes_topk(layer):
+        return (keys + 2) * WIDE
     products = queries + (1 + step.cp) * config.index_head_dim
     return products * step.item + config.index_n_heads * WIDE + (keys + 2) * WIDE
 
 
 def _index_selective(config: GLM5Config, step: Forward, layer: int) -> int:
-    if layer < config.num_hidden_layers and not config.computes_topk(layer):
-        return 0
     queries = config.index_n_heads * config.index_head_dim
     products = (queries + config.index_head_dim + config.index_n_heads) * step.item
     keys = min(config.index_topk or step.length, step.length)
+    if layer < config.num_hidden_layers and not config.computes_topk(layer):
+        return keys * WIDE if step.learns_index else 0
     return products + (3 * keys * WIDE if step.learns_index else 0)
 
 

@@ -280,6 +280,9 @@ class GLM5Config(BaseModel):
             return self.indexer_types[layer] == "full"
         if self.index_topk_pattern:
             return self.index_topk_pattern[layer] == "F"
+        return self._by_frequency(layer)
+
+    def _by_frequency(self, layer: int) -> bool:
         return max(layer - self.index_skip_topk_offset + 1, 0) % self.index_topk_freq == 0
 
     @classmethod
@@ -379,7 +382,12 @@ class GLM5Config(BaseModel):
             values["use_dsa"] = False
         else:
             layers = range(self.num_hidden_layers)
-            values["indexer_types"] = ["full" if self.computes_topk(layer) else "shared" for layer in layers]
+            own = [self.computes_topk(layer) for layer in layers]
+            values["indexer_types"] = ["full" if full else "shared" for full in own]
+            if own != [self._by_frequency(layer) for layer in layers]:  # vLLM reads the pattern, not the types
+                values["index_topk_pattern"] = "".join("F" if full else "S" for full in own)
+            elif self.indexer_types:
+                values["index_topk_pattern"] = None
             if not self.indexer_adapted:
                 values["indexer_adapted"] = False
         if self.latent_norm_eps != 1e-5 and not gqa:

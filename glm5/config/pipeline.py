@@ -118,11 +118,6 @@ def _balanced(config: GLM5Config, stages: int) -> tuple[list[int], int | None]:
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if stages_for(middle) <= stages else (middle + 1, high)
-    if best(low) is None:  # a bound only: `best` fills every stage
-        high = total[-1]
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if best(middle) is not None else (middle + 1, high)
     ends = best(low)
     assert ends is not None
     starts = [0, *ends[:-1]]

@@ -41,6 +41,7 @@ from glm5.rl.learner import Agreement
 from glm5.rl.start import StageStart
 from glm5.tasks import make_family
 from glm5.train import dsa_adapt, pretrain, sft
+from glm5.train.dsa_adapt import HeldOut
 from glm5.train.loop import StageIO
 
 _log = get_logger(__name__)
@@ -250,7 +251,28 @@ def _dsa(state: RunState, stage: DsaStage, io: StageIO) -> dict[str, float]:
         model = state.model = dsa_adapt.add_indexer(model, state.recipe.seed, int(topk), **sizes)
     elif not model.config.indexer_adapted:
         model = state.model = model.clone(model.config.replace(indexer_adapted=True))
-    return dsa_adapt.run(model, stage, state.shards("train"), state.need_tokenizer(), io, state.recipe.seed)
+    losses: dict[str, float] = {}
+    rows = _rows_of_sharing(state, stage, io)
+    if rows is not None:
+        losses["held_out_loss_full"] = dsa_adapt.loss_beyond(model, rows)
+    if stage.share_indexers is not None:
+        model = state.model = dsa_adapt.share_indexers(model, stage.share_indexers)
+    if rows is not None:
+        losses["held_out_loss_dropped"] = dsa_adapt.loss_beyond(model, rows)
+    numbers = dsa_adapt.run(model, stage, state.shards("train"), state.need_tokenizer(), io, state.recipe.seed)
+    if rows is not None:
+        losses["held_out_loss_shared"] = dsa_adapt.loss_beyond(model, rows)
+    return numbers | losses
+
+
+def _rows_of_sharing(state: RunState, stage: DsaStage, io: StageIO) -> HeldOut | None:
+    """Held-out rows for what dropping indexers costs and training gains back, if one process has the whole model."""
+    held_out, topk = state.held_out(), state.need_model().config.index_topk or 0
+    if stage.share_indexers is None or io.ranks.world > 1 or held_out is None or stage.row_length <= topk:
+        return None
+    if len(held_out.tokens) < stage.row_length:
+        return None
+    return dsa_adapt.held_out_rows(held_out, stage.row_length, dsa_adapt.FEW_TOKENS)
 
 
 def _sft(state: RunState, stage: SftStage, io: StageIO) -> dict[str, float]:

@@ -105,11 +105,12 @@ class AllKeys:
 
     index_q [B, T, J, d], index_k [B, S, d] and index_w [B, T, J] carry gradient. q [B, N, T, H] and k [B, N, S, H] come
     from attention and carry none. The softmax runs over scale * q . k of the keys start .. end - 1 (int64 [B, T]).
+    index_q, index_k and index_w are None in a layer that reuses the selection of an earlier one (IndexShare).
     """
 
-    index_q: Tensor
-    index_k: Tensor
-    index_w: Tensor
+    index_q: Tensor | None
+    index_k: Tensor | None
+    index_w: Tensor | None
     q: Tensor
     k: Tensor
     start: Tensor
@@ -119,12 +120,16 @@ class AllKeys:
     def kl(self, weight: Tensor, look: Look | None = None) -> Tensor:
         """Sum over queries of weight [B, T] * KL(attention || indexer). `look` receives every block of scores (see
         `glm5.ops.indexer_kl.dense_kl`)."""
+        assert self.index_q is not None and self.index_k is not None and self.index_w is not None
         view = (self.index_q, self.index_k, self.index_w, self.q, self.k, self.start, self.end, self.scale)
         return dense_kl(*view, weight, look)
 
 
 class Observer(Protocol):
-    """Receives the inputs of the indexer's KL (§2.1.1), once per call of a layer that has an indexer.
+    """Receives the inputs of the indexer's KL (§2.1.1), once per call of a layer that selects keys.
+
+    A layer without an indexer of its own (IndexShare) gives no index and no scores: those of the last layer that had
+    some are meant, and the same slots are selected.
 
     If the backward pass recomputes a layer, it passes `noop()`: the first run has already been recorded. An observer
     must not save tensors for autograd, because the second run saves none.
@@ -133,7 +138,7 @@ class Observer(Protocol):
     def dense(self, layer: int, keys: AllKeys) -> None:
         """A layer attended to all keys (DSA warm-up)."""
 
-    def selected(self, layer: int, scores: Tensor, target: Tensor, valid: Tensor) -> None:
+    def selected(self, layer: int, scores: Tensor | None, target: Tensor, valid: Tensor) -> None:
         """A layer attended to selected keys. [B, T, K] each: indexer scores with gradient, attention summed over heads
         without gradient, and a mask of the filled slots."""
 

@@ -114,14 +114,14 @@ class Notes:
     `Observer.selected`, and index_q, index_k, index_w, q and k of `AllKeys`."""
 
     routing: tuple[Tensor, ...] = ()
-    selection: tuple[Tensor, ...] = ()
-    keys: tuple[Tensor, ...] = ()
+    selection: tuple[Tensor | None, ...] = ()
+    keys: tuple[Tensor | None, ...] = ()
 
     def dense(self, layer: int, keys: AllKeys) -> None:
         """See `Observer`."""
         self.keys = keys.index_q, keys.index_k, keys.index_w, keys.q, keys.k
 
-    def selected(self, layer: int, scores: Tensor, target: Tensor, valid: Tensor) -> None:
+    def selected(self, layer: int, scores: Tensor | None, target: Tensor, valid: Tensor) -> None:
         """See `Observer`."""
         self.selection = scores, target, valid
 

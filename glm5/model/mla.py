@@ -144,16 +144,18 @@ class MLA(nn.Module):
     def _sparse(
         self, q: Tensor, latents: Tensor, indices: Tensor, state: IndexerState | None, ctx: ForwardContext
     ) -> Tensor:
-        watch = ctx.observer is not None and state is not None
+        watch = ctx.observer is not None and self.selects_keys
         if ctx.max_logits is not None and ctx.cache is None:
             picked = torch.where(ctx.present().unsqueeze(-1), indices, -1)
             ctx.note_max_logits(self.layer, max_selected_logits(q, latents, picked, self.scale))
         out, target = sparse_attention(
             q, latents, indices, value_dim=self.latent, scale=self.scale, pages=ctx.pages, want_probs=watch
         )
-        if ctx.observer is not None and self.indexer is not None and state is not None:
-            assert target is not None
-            ctx.observer.selected(self.layer, self.indexer.score_selected(state, indices), target, indices >= 0)
+        if ctx.observer is not None and target is not None:
+            scores = None
+            if self.indexer is not None and state is not None:
+                scores = self.indexer.score_selected(state, indices)
+            ctx.observer.selected(self.layer, scores, target, indices >= 0)
         return self._values(out, ctx)
 
     def _dense_cached(self, q: Tensor, latents: Tensor, ctx: ForwardContext) -> Tensor:
@@ -177,8 +179,9 @@ class MLA(nn.Module):
         ranges = None if plain else ctx.key_range(self.window)
         if ctx.max_logits is not None:
             ctx.note_max_logits(self.layer, max_logits(q, k, ranges, ctx.present(), self.scale))
-        if ctx.observer is not None and state is not None:
-            view = AllKeys(state.q, state.k, state.w, q.detach(), k.detach(), *ctx.key_range(), self.scale)
+        if ctx.observer is not None and self.selects_keys:
+            own = (None, None, None) if state is None else (state.q, state.k, state.w)
+            view = AllKeys(own[0], own[1], own[2], q.detach(), k.detach(), *ctx.key_range(), self.scale)
             ctx.observer.dense(self.layer, view)
         out = dense_attention(q, k, v, ranges, self.scale)
         return ctx.flat(out.transpose(1, 2).flatten(2))

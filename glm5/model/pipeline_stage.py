@@ -62,8 +62,8 @@ class StagePass:
     """One micro-batch in one stage. After `hidden_states`, `sent` has what the next stage needs: hidden states [M, D],
     and `indices` [B, T, K] if its first layer has no indexer. `received` are the hidden states that came.
 
-    `routers` and `indexers` count the uses of routers and of indexers in all stages. Losses that are means over layers
-    divide by these.
+    `routers` and `indexers` count the uses of routers and of selected keys in all stages. Losses that are means over
+    layers divide by these.
     """
 
     def __init__(self, span: Span, receive: Receive, differentiable: bool) -> None:
@@ -81,7 +81,7 @@ class StagePass:
         config, span = model.config, self.span
         layers = range(config.num_hidden_layers)
         self.routers = sum(not config.is_dense_layer(i) for i in layers) + depths
-        self.indexers = sum(config.computes_topk(i) for i in layers) + depths
+        self.indexers = len(layers) + depths  # a layer that shares an indexer has a part in its loss
         states: list[Tensor] = []
         indices: Tensor | None = None
         if span.embeds:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +46,26 @@ def add_indexer(
             f"this model; take at least {config.qk_rope_head_dim}."
         )
     return model.clone(config.replace(use_dsa=True, index_topk=index_topk, **sizes), seed=seed)
+
+
+def share_indexers(model: GLM5ForCausalLM, layers: int | str) -> GLM5ForCausalLM:
+    """The same weights without the indexers of some layers (see `DsaStage.share_indexers`). Raises ConfigError for a
+    model without sparse attention, or for a layer that would get its indexer back."""
+    config = model.config
+    if not config.use_dsa:
+        raise ConfigError("share_indexers: this model has no indexers; add them with a stage of kind dsa_warmup first.")
+    keys: dict[str, Any] = {"index_topk_freq": 1, "index_skip_topk_offset": 2, "index_topk_pattern": None}
+    if isinstance(layers, str):
+        keys["index_topk_pattern"] = layers
+    else:
+        keys |= {"index_topk_freq": layers, "index_skip_topk_offset": 3}
+    fewer = config.replace(indexer_types=(), **keys)
+    depth = range(config.num_hidden_layers)
+    if back := [layer for layer in depth if fewer.computes_topk(layer) and not config.computes_topk(layer)]:
+        raise ConfigError(
+            f"share_indexers = {layers!r} keeps an indexer in layer {back[0]}, which has none; choose fewer."
+        )
+    return model.clone(fewer)
 
 
 def untrained_indexers(model: GLM5ForCausalLM) -> bool:
@@ -159,6 +180,11 @@ def held_out_rows(shard: Shard, length: int, tokens: int) -> HeldOut:
     count = max(1, min(tokens, len(shard.tokens)) // length)
     line = torch.from_numpy(shard.tokens[: count * length].astype("int64"))
     return HeldOut(line.view(count, length), 0)
+
+
+def loss_beyond(model: GLM5ForCausalLM, rows: HeldOut) -> float:
+    """Mean loss in nats over the tokens with at least index_topk tokens before them: where the selection matters."""
+    return float(position_losses(model, rows)[:, model.config.index_topk or 0 :].mean())
 
 
 @torch.no_grad()

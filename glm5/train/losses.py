@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from glm5.config.recipe import CorpusStage
 from glm5.data.packing import Batch
 from glm5.device import put, widened
+from glm5.errors import ConfigError
 from glm5.model.context import AllKeys, ForwardContext
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.model.pipeline_stage import StagePass
@@ -133,20 +134,35 @@ def _count_hits(
     metrics.mean(name, hits, index.numel() if hidden.is_cpu else wanted.sum())
 
 
+NO_INDEXER = (
+    "Layer {} shares the indexer of an earlier pipeline stage. The loss of an indexer needs all layers that use it in "
+    "one stage: set parallel.pp_layers so that each stage begins with a layer that has an indexer."
+)
+
+
 @dataclass
 class IndexerLoss:
     """Observer that sums the indexer's KL over layers and measures the attention mass that its top k would keep.
 
     The loss is the mean over the step's real tokens and over layers (our choice of scale: the paper sums over queries).
+    An indexer that other layers share learns from the attention of all of them, as if from their mean.
     """
 
     batch: Batch
     topk: int
     metrics: StepMetrics = field(default_factory=StepMetrics)
     losses: list[Tensor] = field(default_factory=list)
+    _index: tuple[Tensor | None, Tensor | None, Tensor | None] = field(default=(None, None, None), init=False)
+    _scores: Tensor | None = field(default=None, init=False)
 
     def dense(self, layer: int, keys: AllKeys) -> None:
         """See `Observer`. Also measures the recall of `topk`, over the real queries that have more than `topk` keys."""
+        if keys.index_q is not None:
+            self._index = keys.index_q, keys.index_k, keys.index_w
+        index_q, index_k, index_w = self._index
+        if index_q is None:
+            raise ConfigError(NO_INDEXER.format(layer))
+        keys = replace(keys, index_q=index_q, index_k=index_k, index_w=index_w)
         real = self.batch.documents >= 0
 
         def look(part: slice, scores: Tensor, target: Tensor, valid: Tensor) -> None:
@@ -156,8 +172,11 @@ class IndexerLoss:
 
         self.losses.append(keys.kl(self._weight(), look))
 
-    def selected(self, layer: int, scores: Tensor, target: Tensor, valid: Tensor) -> None:
+    def selected(self, layer: int, scores: Tensor | None, target: Tensor, valid: Tensor) -> None:
         """See `Observer`. No recall: attention over the selected keys does not cover the others."""
+        self._scores = scores = self._scores if scores is None else scores
+        if scores is None:
+            raise ConfigError(NO_INDEXER.format(layer))
         self.losses.append(selected_kl(scores, target, valid, self._weight()))
 
     def noop(self) -> NoopObserver:
@@ -180,6 +199,7 @@ class IndexerLoss:
         if not self.losses:
             raise ValueError("no indexer was observed; does the model use DSA?")
         total = torch.stack(self.losses).sum() / (len(self.losses) if stage_pass is None else stage_pass.indexers)
+        self._index, self._scores = (None, None, None), None  # memory: no layer follows
         self.metrics.add("indexer_kl", total)
         return total
 
@@ -194,7 +214,7 @@ class NoopObserver:
     def dense(self, layer: int, keys: AllKeys) -> None:
         pass
 
-    def selected(self, layer: int, scores: Tensor, target: Tensor, valid: Tensor) -> None:
+    def selected(self, layer: int, scores: Tensor | None, target: Tensor, valid: Tensor) -> None:
         pass
 
     def noop(self) -> NoopObserver:

@@ -262,3 +262,18 @@ def test_layer_kinds() -> None:
     config = GLM5Config.preset("glm5")
     assert [i for i in range(79) if config.is_dense_layer(i)] == [0, 1, 2]
     assert config.qk_head_dim == 256
+
+
+@pytest.mark.parametrize("pattern", ["FFFF", "FSSS", "FFSF", "FFSS", "FSFS"])
+@pytest.mark.parametrize("spelled", ["types", "pattern"])
+def test_other_tools_find_the_same_layers_without_indexers(pattern: str, spelled: str) -> None:
+    """SGLang and transformers read `indexer_types`; vLLM reads the pattern, or without one frequency and offset."""
+    types = ["full" if letter == "F" else "shared" for letter in pattern]
+    said = {"indexer_types": types} if spelled == "types" else {"index_topk_pattern": pattern}
+    raw = GLM5Config.preset("nano", num_hidden_layers=4, **said).to_dict()
+    assert raw["indexer_types"] == types
+    freq, offset = raw["index_topk_freq"], raw["index_skip_topk_offset"]
+    by_frequency = "".join("S" if max(layer - offset + 1, 0) % freq else "F" for layer in range(4))
+    assert (raw["index_topk_pattern"] or by_frequency) == pattern
+    again = GLM5Config.from_dict(raw, "again")
+    assert [again.computes_topk(layer) for layer in range(4)] == [letter == "F" for letter in pattern]

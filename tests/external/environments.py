@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,34 @@ def interpreter(name: str, *more: str, ours: bool = False, python: str = sys.exe
         if not (folder / "ready").exists():
             _make(folder, python, ours, ["-r", str(requirements), *more])
     return folder / "bin" / "python"
+
+
+def unpacked(python: Path, name: str, version: str) -> Path:
+    """The files of a package without its dependencies, unpacked once: vLLM's from its source, for its wheel has the
+    size of CUDA. Skips the test if pip cannot get them."""
+    folder = python.parents[1] / f"{name}-{version}"
+    with (folder.parent.parent / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            with tempfile.TemporaryDirectory(dir=folder.parent) as place:
+                _unpack(str(python), name, version, Path(place), folder)
+    return folder
+
+
+def _unpack(python: str, name: str, version: str, place: Path, folder: Path) -> None:
+    options = "--disable-pip-version-check --no-input --no-deps -q".split()
+    options += ["--no-binary", name, "--no-build-isolation"] if name == "vllm" else ["--only-binary", name]
+    env = os.environ | {"VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": version, "PYTHONPATH": ""}
+    command = [python, "-m", "pip", "download", *options, f"{name}=={version}", "-d", str(place / "archive")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=env)
+    if done.returncode != 0:
+        pytest.skip(f"pip cannot get {name}: {(done.stderr.strip().splitlines() or ['no reason'])[-1]}")
+    archive = next((place / "archive").iterdir())
+    shutil.unpack_archive(
+        archive, place / "files", **({"format": "zip"} if archive.suffix == ".whl" else {"filter": "data"})
+    )
+    roots = [path for path in (place / "files", *(place / "files").iterdir()) if (path / name).is_dir()]
+    roots[0].rename(folder)
 
 
 def _make(folder: Path, base: str, ours: bool, packages: list[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -27,8 +28,14 @@ class Recorder:
     def __init__(self) -> None:
         self.layers: list[int] = []
         self.loss = torch.zeros(())
+        self.index: dict[str, Tensor | None] = {}  # of the last layer with an indexer, as its scores
+        self.scores: Tensor | None = None
 
     def dense(self, layer: int, keys: AllKeys) -> None:
+        if keys.index_q is not None:
+            self.index = {"index_q": keys.index_q, "index_k": keys.index_k, "index_w": keys.index_w}
+        keys = replace(keys, **self.index)
+        assert keys.index_q is not None and keys.index_k is not None and keys.index_w is not None
         slots = torch.arange(keys.k.shape[2])
         valid = (slots >= keys.start.unsqueeze(-1)) & (slots < keys.end.unsqueeze(-1))
         dots = torch.einsum("btjd,bsd->btjs", keys.index_q, keys.index_k) * keys.index_q.shape[-1] ** -0.5
@@ -39,8 +46,9 @@ class Recorder:
     def noop(self) -> Recorder:
         return Recorder()
 
-    def selected(self, layer: int, scores: Tensor, target: Tensor, valid: Tensor) -> None:
-        assert not target.requires_grad
+    def selected(self, layer: int, scores: Tensor | None, target: Tensor, valid: Tensor) -> None:
+        self.scores = scores = self.scores if scores is None else scores
+        assert scores is not None and not target.requires_grad
         assert (scores.shape == target.shape) and bool((target[~valid] == 0).all())
         # Every head's probabilities add up to one, so the head sums add up to the number of heads.
         torch.testing.assert_close(target.sum(-1), torch.full(target.shape[:-1], 3.0))
@@ -62,7 +70,7 @@ def observed(model: GLM5ForCausalLM, ids: Tensor, *, dense: bool) -> tuple[Tenso
 def test_indexer_and_backbone_learn_from_different_losses(build: Build, tokens: Tokens, dense: bool) -> None:
     model = build(1, indexer_types=("full", "shared", "full"))
     loss, recorder = observed(model, tokens(2, 40), dense=dense)
-    assert recorder.layers == [0, 2, 3]  # layer 1 shares; layer 3 is MTP
+    assert recorder.layers == [0, 1, 2, 3]  # layer 1 shares; layer 3 is MTP
     names = dict(model.named_parameters())
     from_loss = dict(zip(names, torch.autograd.grad(loss, list(names.values()), retain_graph=True, allow_unused=True)))
     from_kl = dict(zip(names, torch.autograd.grad(recorder.loss, list(names.values()), allow_unused=True)))
