@@ -20,10 +20,9 @@ from glm5.chat.tokenizer import Tokenizer
 from glm5.data.corpus.logistic import load_classifier
 from glm5.data.shards import SPLITS, map_array, open_shard
 from glm5.errors import DataError
-from glm5.files import atomic_write, read_small, verify_manifest, write_manifest
+from glm5.files import atomic_write, verify_manifest, write_manifest
 
 _FACTS, _HASHES, _SCORES = "scores.json", "hashes.u64", "scores.f32"
-_MOST_FACTS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -121,12 +120,3 @@ def corpus_documents(corpus: Path, kinds: Sequence[str], tokenizer: str | None) 
                     if hash_of(text) != known["sha256"]:
                         raise DataError(f"{folder}: the text of {known['name']:.80} is not that of its hash.")
                     yield known["name"], text
-
-
-def read_facts(folder: Path) -> dict[str, Any]:
-    """What is known about finished scores. Raises DataError."""
-    try:
-        facts: dict[str, Any] = json.loads(read_small(folder / _FACTS, _MOST_FACTS))
-    except (OSError, ValueError):
-        raise DataError(f"{folder} has no finished scores; make them with `glm5 data score`.") from None
-    return facts
