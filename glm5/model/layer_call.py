@@ -178,7 +178,10 @@ def replay(notes: Notes, layer: nn.Module, ctx: ForwardContext) -> None:
         ctx.note_routing(attention.layer, *notes.routing)
     if ctx.observer is not None and notes.keys:
         index_q, index_k, index_w, q, k = notes.keys
+        assert q is not None and k is not None
         view = AllKeys(index_q, index_k, index_w, q, k, *ctx.key_range(), attention.scale)
         ctx.observer.dense(attention.layer, view)
     if ctx.observer is not None and notes.selection:
-        ctx.observer.selected(attention.layer, *notes.selection)
+        scores, target, valid = notes.selection
+        assert target is not None and valid is not None
+        ctx.observer.selected(attention.layer, scores, target, valid)

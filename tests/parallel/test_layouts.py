@@ -32,8 +32,7 @@ LAYOUTS = {
 @pytest.fixture(scope="module")
 def start(small: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("start") / "model"
-    shared = ["full", "shared", "full", "shared"]
-    small(seed=1, n_routed_experts=6, num_hidden_layers=4, indexer_types=shared).save_pretrained(path)
+    small(seed=1, n_routed_experts=6, num_hidden_layers=4).save_pretrained(path)
     return str(path)
 
 

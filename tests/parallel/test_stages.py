@@ -8,19 +8,24 @@ from typing import Any
 import pytest
 import torch
 
+from glm5.data.packing import Batch
+from glm5.errors import ConfigError
+from glm5.train.losses import IndexerLoss
+
 pytestmark = pytest.mark.dist
 
 LAYERS = 4
 PAPER = {"pp": 2, "pp_layers": [LAYERS, 0]}  # MTP on the stage before the last, the output head alone on the last
-INTERLEAVED = {"pp": 2, "pp_stages_per_rank": 2, "pp_layers": [1, 2, 1, 0]}
+INTERLEAVED = {"pp": 2, "pp_stages_per_rank": 2, "pp_layers": [2, 1, 1, 0]}
+SHARING = {"pp": 2, "pp_stages_per_rank": 2, "pp_layers": [1, 2, 1, 0]}  # layer 1 needs the keys that layer 0 selected
 COMPARED = ("loss", "mtp1_loss", "mtp2_loss", "indexer_kl", "grad_norm", "indexer_grad_norm", "load_max", "tokens")
 
 
 @pytest.fixture(scope="module")
 def start(small: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A checkpoint in which every second layer attends to the keys that the layer before it selected."""
+    """A checkpoint in which the second layer attends to the keys that the first one selected."""
     path = tmp_path_factory.mktemp("start") / "model"
-    shared = ["full", "shared"] * (LAYERS // 2)
+    shared = ["full", "shared", *["full"] * (LAYERS - 2)]
     small(seed=1, n_routed_experts=6, num_hidden_layers=LAYERS, indexer_types=shared).save_pretrained(path)
     return str(path)
 
@@ -39,9 +44,14 @@ def results(job: Any, task: Any, tmp_path_factory: pytest.TempPathFactory) -> di
     two = {
         "interleaved": task("follow", INTERLEAVED, steps=3),
         "deferred": task("gradients", PAPER | {"pp_deferred": 2}),
+        "sharing": task("gradients", SHARING, indexers=False),
     }
     found = dict(zip(two, job(2, *two.values()), strict=True))
-    one = {"follow": task("follow", steps=3), "gradients": task("gradients")}
+    one = {
+        "follow": task("follow", steps=3),
+        "gradients": task("gradients"),
+        "sharing one": task("gradients", indexers=False),
+    }
     return found | dict(zip(one, job(1, *one.values()), strict=True))
 
 
@@ -90,6 +100,16 @@ def test_stages_placed_as_in_the_paper_follow_one_process(more: dict[str, Any]) 
 
 def test_gradients_that_waited_are_those_of_one_process(results: dict[str, Any]) -> None:
     check_gradients(results["gradients"], results["deferred"])
+
+
+def test_selected_keys_travel_to_the_next_stage(results: dict[str, Any]) -> None:
+    check_gradients(results["sharing one"], results["sharing"])
+
+
+def test_the_loss_of_an_indexer_needs_all_its_layers_in_a_stage() -> None:
+    loss = IndexerLoss(Batch(*(torch.zeros(1, 4, dtype=kind) for kind in (torch.int64, torch.int64, torch.bool))), 2)
+    with pytest.raises(ConfigError, match=r"Layer 3 shares the indexer .* parallel.pp_layers"):
+        loss.selected(3, None, torch.zeros(1, 4, 2), torch.ones(1, 4, 2, dtype=torch.bool))
 
 
 @pytest.mark.long

@@ -79,19 +79,20 @@ class Watch:
     """Loss with every part that stages use; keeps which experts each token of this rank chose."""
 
     warmup: bool = False
+    indexers: bool = True
     routes: list[list[Tensor]] = field(default_factory=list)
 
     def __call__(self, model: GLM5ForCausalLM, batch: Batch, ctx: ForwardContext) -> tuple[Tensor, StepMetrics]:
         metrics = StepMetrics()
         watch = IndexerLoss(batch, 4, metrics)
-        ctx.observer, ctx.attend_dense = watch, self.warmup
+        ctx.observer, ctx.attend_dense = (watch if self.indexers else None), self.warmup
         if self.warmup:
             hidden_states(model, batch, ctx, 1)
             return watch.total(ctx.stage_pass), metrics
         loss, numbers = language_loss(model, batch, ctx, mtp_weight=0.3, mtp_depths=2)
         stats = ctx.router_stats or []
         self.routes.append([layer.experts.view(*batch.ids.shape, -1) for layer in stats])
-        loss = loss + (watch.total(ctx.stage_pass) if model.config.use_dsa else 0.0)
+        loss = loss + (watch.total(ctx.stage_pass) if model.config.use_dsa and self.indexers else 0.0)
         if stats:
             routers = ctx.stage_pass.routers if ctx.stage_pass is not None else None
             loss = loss + 0.01 * balance_loss(stats, batch, model.config.n_routed_experts, routers)
@@ -109,7 +110,7 @@ def trainable(task: dict[str, Any]) -> Callable[[str], bool]:
 
 def follow(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """Numbers of every step, chosen experts of every token, and the exported checkpoint."""
-    watch = Watch(task.get("warmup", False))
+    watch = Watch(task.get("warmup", False), task.get("indexers", True))
     model = ranks.load(Path(task["start"]))
     io = StageIO("stage", Path(task["out"]), NullMetrics(), lambda n, numbers: None, ranks)
     config = stage(task.get("steps", STEPS), **task.get("options", {}))
@@ -139,7 +140,7 @@ def gradients(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """Every gradient of one step as a whole tensor, in float64 numbers."""
     model = ranks.load(Path(task["start"]))
     io = StageIO("stage", Path(task["out"]), NullMetrics(), lambda n, numbers: None, ranks)
-    watch = Watch(task.get("warmup", False))
+    watch = Watch(task.get("warmup", False), task.get("indexers", True))
     trainer = Trainer(model, stage(**task.get("options", {})), io, watch, trainable(task), 0.0)
     batch = mixed(task["length"]) if "length" in task else batch_at(0)
     reductions = Reductions()
