@@ -86,7 +86,7 @@ def check_follows(one: Any, other: Any, atol: float = 1e-5) -> None:
     assert other["scores"]["held_out"] == pytest.approx(one["scores"]["held_out"], abs=atol)
     for name, numbers in one["export"].items():
         assert other["export"][name] == pytest.approx(numbers, rel=1e-4, abs=1e-3), name
-    assert one["numbers"][0]["loss"] - one["numbers"][-1]["loss"] > 0.1  # something was learnt
+    assert one["numbers"][0]["loss"] - one["numbers"][-1]["loss"] > 0.05  # something was learnt
 
 
 def test_interleaved_stages_follow_one_process(results: dict[str, Any]) -> None:

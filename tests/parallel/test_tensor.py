@@ -12,7 +12,7 @@ import torch
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.parallel.tensor import OwnExperts
 
-PLAIN = {"weight_form": None, "activation": None, "integers": None}  # of experts
+PLAIN = {"weight_form": None, "activation": None, "integers": None, "weight_queue": None}  # of experts
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 70])

@@ -149,7 +149,7 @@ def gradients(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     loads_of = {str(layer): load.tolist() for layer, load in loads.items()}
     whole = whole_gradients(trainer.model, ranks)
     return {
-        "loss": sum(ranks.gather(sum(map(float, losses)))) * ranks.data_ranks[1] / ranks.world,
+        "loss": sum(ranks.gather(sum(map(float, losses)))) / getattr(ranks, "layout", Layout()).pp,
         "gradients": whole,
         "loads": loads_of,
         "reductions": reductions.count,
