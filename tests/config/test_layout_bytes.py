@@ -81,6 +81,7 @@ def check(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert step.peak().bytes == pytest.approx(peak, rel=0.05)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", FAST, ids=str)
 def test_bytes(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check(case, tmp_path, monkeypatch)

@@ -70,6 +70,7 @@ def asked(c: Conversation, i: int, style: str) -> bool:
     return said[0] if said else bool(c.messages[i].reasoning) or style != "turn"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("style", get_args(Thinking))
 @pytest.mark.parametrize("version", RULES)
 @settings(max_examples=25)

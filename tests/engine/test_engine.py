@@ -203,6 +203,7 @@ def test_stop_ids_end_a_sample_and_are_kept(small: Any) -> None:
     assert (len(free.token_ids), free.finish_reason) == (30, "length")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stop", ["jk", "9. ab", "bcdefghijklmnopqrstuvwxyz0123456789. abcdef"])
 def test_stop_strings_of_any_length(parrot: Any, tokenizer: Any, line: str, stop: str) -> None:
     engine = Engine(parrot, tokenizer)

@@ -86,6 +86,7 @@ def test_a_whole_run(built: Path, names: dict[str, str], tmp_path: Path) -> None
         evaluate(family, "rl", 8, SearchAgent(Knows(names)), log=log)
 
 
+@pytest.mark.long
 def test_judges_decide_only_on_what_is_not_a_name(built: Path, names: dict[str, str]) -> None:  # noqa: F811
     family, asked = SearchFamily(folder=str(built)), list[str]()
 
@@ -101,6 +102,7 @@ def test_judges_decide_only_on_what_is_not_a_name(built: Path, names: dict[str, 
         assert found["score"] == score and bool(found["errors"]) == (score is None)
 
 
+@pytest.mark.long
 def test_answers_of_another_model_are_no_result(built: Path, tmp_path: Path, world: Path) -> None:  # noqa: F811
     web = tmp_path / "web"
     web.symlink_to(built)

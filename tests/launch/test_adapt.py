@@ -110,6 +110,7 @@ def test_the_record(adapted: Adapted) -> None:
     assert "Sparse attention" in (adapted.run / "report.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.long
 def test_the_checkpoints(adapted: Adapted) -> None:
     dense, warm, sparse, baseline = (
         weights(path) for path in (adapted.model, *(adapted.run / name / "model" for name in STAGES))

@@ -107,6 +107,7 @@ def test_killed_ten_times(driver: Driver, untouched: dict[str, Any], tmp_path: P
     assert metrics[-1]["loss"] < 0.7 * metrics[0]["loss"]
 
 
+@pytest.mark.long
 def test_terminated_and_killed_in_turn(driver: Driver, untouched: dict[str, Any], tmp_path: Path) -> None:
     """A wish to stop costs nothing: the next process goes on behind the last step that was reported."""
     draw = random.Random("terminate")

@@ -50,7 +50,7 @@ def is_launch(func: Any) -> bool:
     return not views and func.overloadpacket not in NO_LAUNCHES
 
 
-PLAIN = {"weight_form": None, "activation": None, "integers": None}  # of experts
+PLAIN = {"weight_form": None, "activation": None, "integers": None, "weight_queue": None}  # of experts
 
 
 class Walk(TorchDispatchMode):

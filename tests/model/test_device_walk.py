@@ -30,6 +30,7 @@ def walked(request: pytest.FixtureRequest, forks: Any) -> dict[str, str]:
     return json.loads(forks.run(WORKER, "walk", request.param))  # type: ignore[no-any-return]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part", PARTS)
 def test_nothing_waits_for_the_device_or_leaves_it(walked: dict[str, str], part: str) -> None:
     assert walked[part] == ""

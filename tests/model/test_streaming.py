@@ -349,6 +349,7 @@ def configs(draw: st.DrawFn) -> GLM5Config:
     return GLM5Config.build(values, where="test")
 
 
+@pytest.mark.long
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_model_survives_any_cut_bit_by_bit(

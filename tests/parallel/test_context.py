@@ -117,6 +117,7 @@ def test_losses_follow_one_process(runs: dict[str, Any], name: str) -> None:
     assert other["scores"]["held_out"] == pytest.approx(one["scores"]["held_out"], abs=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "reference"),
     [
@@ -142,6 +143,7 @@ def same(expected: Any, found: Any) -> None:
         torch.testing.assert_close(got, wanted, rtol=0, atol=2e-6 * max(1.0, float(wanted.abs().max())), msg=parameter)
 
 
+@pytest.mark.long
 def test_the_way_over_nodes_is_that_between_ranks(results: dict[str, Any]) -> None:
     for plans in results["exchanges"]["found"]:
         assert len(plans) == 6

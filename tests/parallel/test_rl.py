@@ -108,6 +108,7 @@ def compare(name: str, one: dict[str, Any], two: dict[str, Any]) -> None:
             torch.testing.assert_close(got, wanted, rtol=0, atol=limit, msg=f"{key} of {parameter}")
 
 
+@pytest.mark.long
 def test_a_live_stage_pushes_and_resumes_as_in_one_process(results: dict[str, Any]) -> None:
     """It was interrupted after three updates and went on from the state of the second, with another layout."""
     one, cut, rest = (results[name] for name in ("live", "cut", "live 2"))
@@ -137,6 +138,7 @@ def test_a_live_stage_pushes_and_resumes_as_in_one_process(results: dict[str, An
     assert (folder / "two" / replay.FILE).read_text() == (folder / "one" / replay.FILE).read_text()
 
 
+@pytest.mark.long
 def test_a_rank_that_fails_ends_the_stage_on_all(results: dict[str, Any]) -> None:
     assert results["broken"]["said"] == "Glm5Error: Rank 1 failed: this rank breaks"
     assert results["broken"]["told"][-1] == "ends"

@@ -143,6 +143,7 @@ def test_refusals(source: Path, tmp_path: Path, small: Callable[..., GLM5ForCaus
         quantise_checkpoint(tmp_path / "narrow", tmp_path / "out", scheme_named("w4a16"))
 
 
+@pytest.mark.long
 def test_one_layer_is_in_memory_at_a_time(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers with memory, whenever the next one is about to be read."""
     alive: list[int] = []

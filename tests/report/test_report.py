@@ -25,6 +25,7 @@ def whole(page_of: PageOf, whole_run: Path) -> tuple[str, Any]:
     return page_of(whole_run)
 
 
+@pytest.mark.long
 def test_a_whole_run_has_every_section_in_order(whole: tuple[str, Any]) -> None:
     _, page = whole
     assert page.headings == ["stages", "forgetting", "curves", "policy", "retrieval", "drafting", "samples", "notes"]
@@ -71,6 +72,7 @@ def test_references_inside_the_page_lead_somewhere(whole: tuple[str, Any]) -> No
     assert anchors == page.headings
 
 
+@pytest.mark.long
 def test_the_same_data_give_the_same_bytes(
     whole: tuple[str, Any], write_run: WriteRun, results: dict[str, Any], metrics: list[dict[str, Any]], tmp_path: Path
 ) -> None:

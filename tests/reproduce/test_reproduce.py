@@ -327,6 +327,7 @@ def test_quick(name: str, finished: Any) -> None:
     assert "nothing else" in summary(result)
 
 
+@pytest.mark.long
 def test_variants_of_a_seed_see_the_same_text(finished: Any) -> None:
     _, result = finished("dsa")
     # At the length of the kept keys sparse attention is dense: what warm-up did to the indexer cannot be seen.
@@ -337,6 +338,7 @@ def test_variants_of_a_seed_see_the_same_text(finished: Any) -> None:
     assert kept["kept_mass"]["mean"] <= kept["kept_mass_oracle"]["mean"]
 
 
+@pytest.mark.long
 def test_the_first_step_is_the_same_for_all_that_mtp_does_not_touch(finished: Any) -> None:
     _, result = finished("mtp")
     curves = result["curves"]["loss"]
@@ -366,6 +368,7 @@ def test_finished_runs_are_not_repeated(finished: Any, monkeypatch: pytest.Monke
     assert len(runner.run_all(name, folder, [0, 1], 0, lambda text: None).done) == 4 and len(done) == 1
 
 
+@pytest.mark.long
 def test_an_interrupted_run_goes_on_from_its_state(
     finished: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -403,6 +406,7 @@ def test_an_interrupted_run_goes_on_from_its_state(
         }
 
 
+@pytest.mark.long
 def test_more_seeds_add_to_what_is_there(finished: Any) -> None:
     folder, _ = finished("mtp")
     before = (worker.run_folder(folder, "one-depth", 0) / "run.json").stat().st_mtime_ns

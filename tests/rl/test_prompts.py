@@ -324,6 +324,7 @@ def test_measured_is_what_a_fresh_engine_does(
     assert {row["index"]: PassCount(row["passed"], row["tries"]) for row in rows} == found
 
 
+@pytest.mark.long
 def test_an_interrupted_stage_keeps_its_choice(
     toy: str, talker: Any, tokenizer: Any, stage_io: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

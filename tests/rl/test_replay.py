@@ -230,6 +230,7 @@ def algorithm_of(stage: PolicyStage, teacher: Any) -> Any:
     return AgenticRL(stage) if isinstance(stage, AgenticStage) else ReasoningRL(stage)  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "stage",
     [

@@ -254,6 +254,7 @@ except OSError:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("then", "end"),
     [

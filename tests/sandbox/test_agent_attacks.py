@@ -321,6 +321,7 @@ def test_nothing_comes_out_and_nothing_changes(host: Host, name: str) -> None:
     assert (run.exit_code, run.killed_reason, run.stderr) == (0, None, ""), run
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", LOUD)
 def test_every_limit_is_the_agents_failure(host: Host, name: str) -> None:
     source, *reasons = LOUD[name]

@@ -106,6 +106,7 @@ VALID: list[tuple[str, dict[str, Any]]] = [
     ("/tokenize", {"prompt": "hello"}),
     ("/detokenize", {"tokens": [1, 2, 3]}),
     ("/abort_request", {"rid": "x"}),
+    ("/prefill", {"input_ids": [1, 2, 3], "fingerprint": "f", "weight_version": 0, "place": {"kind": "stream"}}),
     ("/flush_cache", {}),
     ("/update_weights_from_disk", {"model_path": "/nowhere"}),
     ("/init_weights_update_group", {"master_address": "", "master_port": 1, "rank_offset": 1, "world_size": 2}),

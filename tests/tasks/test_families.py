@@ -38,6 +38,7 @@ def test_splits_are_disjoint_for_all_seeds(name: str) -> None:
     assert all(split_of(key) == split for split in keys for key in keys[split])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES_OF_ALL)
 def test_equal_prompts_have_equal_keys(name: str) -> None:
     """So problems with different keys differ for the policy, and splits by key share no prompt."""

@@ -82,6 +82,7 @@ def independent(problem: MathProblem) -> set[sympy.Expr] | tuple[sympy.Expr, ...
     return r(n[0] * n[1], n[0] + n[1]) if "wall" in text else r(n[0] * n[1] + n[2] * n[3], n[0] + n[2])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("topic", "level"), CELLS)
 def test_answers_agree_with_sympy_and_pay_one_and_all_others_nothing(topic: str, level: int) -> None:
     for problem in drawn(topic, level):

@@ -159,6 +159,7 @@ def test_limits_of_an_episode(folder: Path) -> None:
     )
 
 
+@pytest.mark.long
 def test_an_episode_cannot_be_made_to_time_out(folder: Path) -> None:
     """A policy that does not like its verdict must not turn it into an error of the environment."""
     env = env_of(folder)

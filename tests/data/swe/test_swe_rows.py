@@ -255,9 +255,9 @@ def test_lines_of_a_template_do_not_count(tmp_path: Path) -> None:
 
 def test_scores_are_those_of_bm25s() -> None:
     bm25s = pytest.importorskip("bm25s")
-    from glm5.tasks.search.index import _library
+    from glm5.data.chunk_index import bm25_library
 
-    assert _library() is bm25s
+    assert bm25_library() is bm25s
     texts = {f"f{n}": " ".join(f"word{(n * k) % 7} camelCase" for k in range(1, n + 2)) for n in range(12)}
     query = "word3 case word5 nothing"
     found = dict(Retriever(texts.get).ranked(query, {path: path for path in texts}))

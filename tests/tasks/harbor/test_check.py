@@ -228,6 +228,7 @@ def test_a_conftest_that_counts_is_found(tmp_path: Path) -> None:
     assert [reason for reason in report.reasons if "conftest" in reason]
 
 
+@pytest.mark.long
 def test_the_verbs(tmp_path: Path) -> None:
     make_task(tmp_path / "good", task_dot_toml=TOML + "storage_mb = 32\n")
     make_task(tmp_path / "bad", environment__Dockerfile="FROM alpine\n")

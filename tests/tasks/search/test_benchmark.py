@@ -175,6 +175,7 @@ def test_answers_of_a_hostile_service(
     assert seen == ["identity"] and time.monotonic() - started < 0.7
 
 
+@pytest.mark.long
 def test_options_and_rows_that_do_not_fit(table: str, service: str, tmp_path: Path, built: Path) -> None:
     for options, said in (
         ({}, "set folder"), ({"search": service, "folder": str(built)}, "set folder"),

@@ -85,6 +85,7 @@ def test_an_operator_on_a_definition(operator: str) -> None:
     assert made(text + "\n", operator) == {one + "\n" for one in wanted}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", [module.__file__, random.__file__, textwrap.__file__])
 @given(seed=st.integers(0, 2**32))
 def test_an_edit_changes_its_range_only(path: str, seed: int) -> None:
