@@ -11,9 +11,12 @@ from pathlib import Path
 
 from glm5.errors import UsageError
 
-LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) (DEBUG|INFO|WARNING|ERROR|CRITICAL) (.*)")
-RANK_FILE = re.compile(r"log-rank(\d+)\.txt")
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+LINE = re.compile(r"([0-9]{4}-[0-9]{2}-[0-9]{2} [0-9:]{8},[0-9]{3}) (DEBUG|INFO|WARNING|ERROR|CRITICAL) (.*)")
+RANK_FILE = re.compile(r"log-rank([1-9][0-9]{0,6})\.txt")
+HIDDEN = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+"""Control characters, and those that change lines or the direction of text on a terminal."""
+LONGEST_LINE, MOST_LINES = 1 << 16, 1000
+"""Of a line in characters, and lines of a record; what is beyond is left out."""
 
 
 @dataclass(frozen=True, order=True)
@@ -38,8 +41,8 @@ def rank_file(run_log: Path, rank: int) -> Path:
 def records(run: Path, rank: int | None = None, level: int = logging.INFO) -> Iterator[Record]:
     """The records of `run` from `level` on, of all ranks or of one. Raises UsageError if there is no log."""
     found = {int(match[1]): path for path in run.glob("log-rank*.txt") if (match := RANK_FILE.fullmatch(path.name))}
-    if (run / "log.txt").exists():
-        found[0] = run / "log.txt"
+    found[0] = run / "log.txt"
+    found = {number: path for number, path in found.items() if path.is_file()}
     if rank is not None:
         found = {number: path for number, path in found.items() if number == rank}
     if not found:
@@ -54,14 +57,19 @@ def _read(path: Path, rank: int) -> Iterator[Record]:
     lines: list[str] = []
     number = 0
     with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            line = CONTROL.sub("�", line.rstrip("\n"))
+        whole = True
+        while line := file.readline(LONGEST_LINE):
+            if not whole:
+                whole = line.endswith("\n")
+                continue
+            whole = line.endswith("\n")
+            line = HIDDEN.sub("�", line.rstrip("\n"))
             if match := LINE.fullmatch(line):
                 if started:
                     yield Record(started[0], rank, number, started[1], "\n".join(lines))
                     number += 1
                 started, lines = (match[1], logging.getLevelNamesMapping()[match[2]]), [match[3]]
-            elif started:
+            elif started and len(lines) < MOST_LINES:
                 lines.append(line)
     if started:
         yield Record(started[0], rank, number, started[1], "\n".join(lines))

@@ -21,17 +21,20 @@ from typing import Any
 
 from glm5.errors import Glm5Error
 
-GRACE_SECONDS = {"died": 3.0, "failed": 8.0, "cut": 3.0}
+GRACE_SECONDS = {"died": 3.0, "failed": 8.0, "cut": 3.0, "interrupted": 60.0}
 """The main thread of a rank may end by itself for so long after another rank was lost; then its process is ended. An
-error of one rank is often one of all, each of which has files to close."""
-SETTLE_SECONDS = {"died": 0.0, "failed": 0.2, "cut": 2.0}
-"""A process ended without a word, or with an error of its own, or it noticed that another one is gone. So long rank 0
-waits for a better explanation: what a rank notices may come before the end of the one it noticed."""
+error of one rank is often one of all, each of which has files to close; Ctrl-C usually reaches all."""
+SETTLE_SECONDS = {"died": 0.0, "failed": 0.2, "interrupted": 1.0, "cut": 2.0}
+"""A process ended without a word, with an error of its own or by Ctrl-C, or it noticed that another one is gone. So
+long rank 0 waits for a better explanation: what a rank notices may come before the end of the one it noticed."""
 Loss = tuple[float, int, str, str]
 """When to tell the others (`time.monotonic`), the rank, the kind of its end and why."""
 SILENT_SECONDS = 25
 """Of TCP's keep-alive messages."""
 HELLO_SECONDS = 60.0
+"""All ranks are there so long after rank 0 listens; then nobody else is let in."""
+STRANGER_SECONDS = 5.0
+LONGEST_LINE = 1 << 16
 
 
 class LostRankError(Glm5Error):
@@ -54,10 +57,12 @@ class Lifeline:
         self._sending = threading.Lock()
         self._peers: dict[int, socket.socket] = {}
         if rank == 0:
-            server, token = _listen(master), secrets.token_hex(16)
-            share((server.getsockname()[1], token, self._who[0]))
+            token = secrets.token_hex(16)
+            with _listen(master) as server:
+                share((server.getsockname()[1], token, self._who[0]))
+                self._admit(server, token)
             self._wake, self._woken = socket.socketpair()
-            target, arguments = self._serve, (server, token)
+            target, arguments = self._serve, ()
         else:
             port, token, self._who[0] = share(None)
             connection = socket.create_connection((master, port), timeout=HELLO_SECONDS)
@@ -65,13 +70,14 @@ class Lifeline:
             _keep_alive(connection)
             self._peers[0] = connection
             self._send(0, {"token": token, "rank": rank, "who": self._who[rank]})
-            target, arguments = self._listen, (connection,)  # type: ignore[assignment]
+            target, arguments = self._hear, ()
         self._thread = threading.Thread(target=target, args=arguments, name="lifeline", daemon=True)
         self._thread.start()
 
     def close(self, error: BaseException | None = None, cut: bool = False) -> None:
         """Say goodbye to the others, or with what error this rank ends: `cut` if the error is that another is gone."""
         kind = "bye" if error is None else "cut" if cut else "failed"
+        kind = "interrupted" if isinstance(error, KeyboardInterrupt) else kind
         text = "" if error is None else f"{type(error).__name__}: {error}"[:500]
         self._leaving.set()
         for peer in list(self._peers):
@@ -82,6 +88,8 @@ class Lifeline:
             with contextlib.suppress(OSError):
                 self._peers[0].shutdown(socket.SHUT_RDWR)
         self._thread.join(HELLO_SECONDS)
+        for connection in self._peers.values():
+            connection.close()
 
     def explain(self) -> str | None:
         """Which rank is lost, as soon as it is known; None if nobody knows for some seconds."""
@@ -97,7 +105,7 @@ class Lifeline:
         place = f"Rank {rank} ({self._who.get(rank, 'of unknown place')})"
         if kind == "died":
             return f"{place} has ended without an error of its own: killed, out of memory, or its machine is gone."
-        return f"{place} has ended: {why}"
+        return f"{place} has ended: {'it was interrupted.' if kind == 'interrupted' else why}"
 
     def _send(self, peer: int, message: dict[str, Any]) -> None:
         with self._sending, contextlib.suppress(OSError):
@@ -122,25 +130,55 @@ class Lifeline:
                 os.write(2, text.encode())
             os._exit(1)
 
-    def _listen(self, connection: socket.socket) -> None:
+    def _admit(self, server: socket.socket, token: str) -> None:
+        """Of rank 0: let the other ranks in, and whoever does not know the token out again."""
+        end = time.monotonic() + HELLO_SECONDS
+        while len(self._peers) < self.world - 1:
+            server.settimeout(max(0.001, end - time.monotonic()))
+            try:
+                connection, _ = server.accept()
+            except TimeoutError:
+                missing = sorted(set(range(1, self.world)) - set(self._peers))
+                raise LostRankError(
+                    f"Of {self.world} ranks {missing[:8]} did not connect to rank 0 in {HELLO_SECONDS:.0f} s; all must "
+                    "reach MASTER_ADDR."
+                ) from None
+            connection.settimeout(STRANGER_SECONDS)
+            lines, rest, ended = _read(connection, b"")
+            while not lines and not ended and len(rest) < LONGEST_LINE:
+                lines, rest, ended = _read(connection, rest)
+            message = _parsed(lines[0]) if lines else {}
+            rank = message.get("rank")
+            known = hmac.compare_digest(str(message.get("token")).encode(), token.encode())
+            if not known or type(rank) is not int or not 0 < rank < self.world or rank in self._peers:
+                connection.close()
+                continue
+            connection.settimeout(None)
+            _keep_alive(connection)
+            self._who[rank], self._peers[rank] = str(message.get("who")), connection
+
+    def _hear(self) -> None:
         """Of the ranks but 0: wait for what rank 0 has to say."""
-        kind, why = "died", ""
-        for message in _messages(connection):
-            if "lost" in message:
-                return self._end(str(message["lost"]), str(message["kind"]))
-            if message["end"] == "bye":
-                return
-            kind, why = str(message["end"]), str(message["why"])
+        kind, why, rest, ended = "died", "", b"", False
+        while not ended:
+            lines, rest, ended = _read(self._peers[0], rest)
+            for message in map(_parsed, lines):
+                if "lost" in message:
+                    return self._end(str(message["lost"]), str(message["kind"]))
+                if message.get("end") == "bye":
+                    return
+                kind, why = str(message.get("end", kind)), str(message.get("why", why))
         if not self._leaving.is_set():
             self._end(self._sentence(0, kind, why), kind)
 
-    def _serve(self, server: socket.socket, token: str) -> None:
-        """Of rank 0: take connections, and watch how they end."""
+    def _serve(self) -> None:
+        """Of rank 0: watch how the connections of the others end."""
         watched = selectors.DefaultSelector()
-        watched.register(server, selectors.EVENT_READ)
         watched.register(self._woken, selectors.EVENT_READ)
-        rests: dict[socket.socket, bytes] = {}
-        of: dict[socket.socket, int] = {}
+        rests: dict[int, bytes] = {}
+        for rank, connection in self._peers.items():
+            watched.register(connection, selectors.EVENT_READ, rank)
+        expected = set(self._peers)
         found: Loss | None = None
         try:
             while not self._leaving.is_set():
@@ -149,44 +187,23 @@ class Lifeline:
                 if found is not None and not ready and time.monotonic() >= found[0]:
                     return self._tell(*found[1:])
                 for key, _ in ready:
-                    source: Any = key.fileobj
-                    if source is self._woken:
+                    if key.fileobj is self._woken:
                         return None
-                    if source is server:
-                        connection, _ = server.accept()
-                        _keep_alive(connection)
-                        rests[connection] = b""
-                        watched.register(connection, selectors.EVENT_READ)
-                        continue
-                    lines, rests[source], ended = _read(source, rests[source])
-                    for line in lines:
-                        kind, why = self._hear(source, line, of, token)
-                        if kind in SETTLE_SECONDS:
-                            found = _better(found, of[source], kind, why)
-                        if kind:
-                            of.pop(source)  # the end of this connection is no news
+                    rank, source = key.data, self._peers[key.data]
+                    lines, rests[rank], ended = _read(source, rests.get(rank, b""))
+                    for message in map(_parsed, lines):
+                        if message.get("end") in SETTLE_SECONDS:
+                            found = _better(found, rank, message["end"], str(message.get("why", "")))
+                        if "end" in message:
+                            expected.discard(rank)  # the end of this connection is no news
                     if ended:
                         watched.unregister(source)
-                        if (rank := of.pop(source, None)) is not None:
+                        if rank in expected:
                             found = _better(found, rank, "died", "")
-                            self._peers.pop(rank, None)
-                        source.close()
         finally:
-            for source in (watched, server, self._woken, *rests):
-                source.close()
-
-    def _hear(self, source: socket.socket, line: bytes, of: dict[socket.socket, int], token: str) -> tuple[str, str]:
-        """What a line of a connection says: how the rank ends and why, or ("", "")."""
-        try:
-            message = json.loads(line)
-            if source not in of:
-                if hmac.compare_digest(str(message["token"]), token):
-                    of[source] = rank = int(message["rank"])
-                    self._who[rank], self._peers[rank] = str(message["who"]), source
-                return "", ""
-            return str(message["end"]), str(message.get("why", ""))
-        except (ValueError, KeyError, TypeError):
-            return "", ""  # a stranger's connection
+            watched.close()
+            for one in (self._woken, *self._peers.values()):
+                one.close()
 
 
 def _better(found: Loss | None, rank: int, kind: str, why: str) -> Loss:
@@ -198,11 +215,13 @@ def _better(found: Loss | None, rank: int, kind: str, why: str) -> Loss:
 
 
 def _listen(master: str) -> socket.socket:
-    """A server on the address by which the others know rank 0, or on all if that address is not this machine's own."""
-    try:
-        return socket.create_server((master, 0))
-    except OSError:
-        return socket.create_server(("", 0))
+    """A server that the other ranks reach by the name of rank 0's machine. Until all have come, it listens on all
+    addresses, unless that name means this machine for everybody."""
+    if master in ("localhost", "127.0.0.1"):
+        return socket.create_server(("127.0.0.1", 0))
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
 
 
 def _keep_alive(connection: socket.socket) -> None:
@@ -215,19 +234,17 @@ def _keep_alive(connection: socket.socket) -> None:
 def _read(connection: socket.socket, rest: bytes) -> tuple[list[bytes], bytes, bool]:
     """Whole lines that have arrived, the rest, and whether the connection has ended."""
     try:
-        data = connection.recv(1 << 16)
+        data = connection.recv(LONGEST_LINE)
     except OSError:
         data = b""
     *lines, rest = (rest + data).split(b"\n")
-    return lines, rest[-(1 << 16) :], not data
+    return lines, rest[-LONGEST_LINE:], not data
 
 
-def _messages(connection: socket.socket) -> Any:
-    rest, ended = b"", False
-    while not ended:
-        lines, rest, ended = _read(connection, rest)
-        for line in lines:
-            with contextlib.suppress(ValueError):
-                message = json.loads(line)
-                if isinstance(message, dict):
-                    yield message
+def _parsed(line: bytes) -> dict[str, Any]:
+    """The object of a line; of anything else, an empty one."""
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return message if isinstance(message, dict) else {}

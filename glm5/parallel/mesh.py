@@ -154,7 +154,7 @@ class TorchRanks(Ranks):
         """Tell the other ranks that this one ends with an error. If it is only that a collective failed, say which rank
         has ended."""
         lost = None
-        if self._lifeline is not None and error is not None and not isinstance(error, KeyboardInterrupt):
+        if self._lifeline is not None and error is not None:
             if cut := _of_collectives(error):
                 self._lifeline.report_cut()
                 lost = self._lifeline.explain()

@@ -36,7 +36,7 @@ class PipelineRanks(TorchRanks):
     def __init__(self, layout: Layout) -> None:
         super().__init__(layout)
         stages = torch.arange(self.world).view(layout.pp, -1)
-        self._stage_world = stages.shape[1]
+        self.pipeline_stages, self._stage_world = stages.shape
         self._index, place = divmod(self.rank, self._stage_world)
         columns, timeout = stages.T.tolist(), timedelta(seconds=layout.timeout_seconds)
         groups = [[dist.new_group(column, timeout=timeout) for column in columns] for _ in range(CHANNELS)]

@@ -45,6 +45,8 @@ class Ranks:
 
     rank = 0
     world = 1
+    pipeline_stages = 1
+    """Groups of ranks with different layers; ranks are numbered group by group."""
     device = torch.device("cpu")
     async_save = True
     """`Layout.async_save`."""

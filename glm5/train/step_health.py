@@ -17,7 +17,7 @@ RECENT = 64
 SPIKE = 6.0
 """Standard deviations, estimated from the median deviation, above the median of the recent losses."""
 SMALLEST_SPIKE = 0.02
-"""As a share of the median: the losses of a converged model vary little."""
+"""As a share of the median, and in nats: the losses of a converged model vary little."""
 SLOW, SLOW_STEPS = 1.25, 20
 """A rank is slow if it needs so many times the median's seconds in so many steps one after the other."""
 PROBE_SIZE, PROBE_ROUNDS = 4096, 20
@@ -30,7 +30,7 @@ class StepHealth:
     it, a resumed run warns as one that was not interrupted."""
 
     def __init__(self, name: str, ranks: Ranks) -> None:
-        self._name, self._main = name, ranks.main
+        self._name, self._main, self._stages = name, ranks.main, ranks.pipeline_stages
         self.recent: deque[float] = deque(maxlen=RECENT)
         self._slow, self._since = 0, 0
 
@@ -42,7 +42,8 @@ class StepHealth:
         if len(self.recent) >= RECENT // 4:
             middle = statistics.median(self.recent)
             spread = 1.4826 * statistics.median(abs(value - middle) for value in self.recent)
-            if loss - middle > max(SPIKE * spread, SMALLEST_SPIKE * abs(middle)):
+            usual = max(SPIKE * spread, SMALLEST_SPIKE * max(1.0, abs(middle)))
+            if loss - middle > usual and loss > max(self.recent):
                 found["loss_spike"] = loss - middle
                 if self._main:
                     told = f"{loss:.4g} after a median of {middle:.4g} over {len(self.recent)} steps"
@@ -51,9 +52,13 @@ class StepHealth:
         return found
 
     def _slowest(self, step: int, busy: Sequence[float]) -> dict[str, float]:
-        if len(busy) < 2:
+        """Pipeline stages have different work, so a rank is compared with those of its stage."""
+        each = len(busy) // self._stages
+        if each < 2:
             return {}
-        rank, ratio = slowest(busy)
+        found = [slowest(busy[first : first + each]) for first in range(0, len(busy), each)]
+        place = max(range(len(found)), key=lambda stage: found[stage][1])
+        rank, ratio = place * each + found[place][0], found[place][1]
         self._since = self._since + 1 if rank == self._slow and ratio > SLOW else 0
         self._slow = rank
         if self._since and self._since % SLOW_STEPS == 0 and self._main:

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import os
+import queue
 import random
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from glm5.parallel.lifeline import Lifeline
+from glm5.parallel.lifeline import Lifeline, _listen
 
 RANK = """
 import json, pathlib, sys, time
 from glm5.parallel import lifeline
 folder, rank, how = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-lifeline.GRACE_SECONDS.update(died=0.2, failed=0.2, cut=0.2)
+lifeline.GRACE_SECONDS.update(dict.fromkeys(lifeline.GRACE_SECONDS, 0.2))
 def share(value):
     path = folder / "shared"
     if value is not None:
@@ -38,6 +41,8 @@ elif how == "cut":
     line.report_cut()
     print(line.explain())
     line.close(RuntimeError("gloo"), cut=True)
+elif how == "interrupted":
+    line.close(KeyboardInterrupt())
 elif how == "leaves":
     line.close()
 else:
@@ -97,11 +102,12 @@ def test_a_rank_that_fails_says_why_and_one_that_leaves_is_not_missed(tmp_path: 
         assert four.ranks[0].poll() is None
         four.kill(3)
         assert "Rank 3 (" in four.said(0)[1] and "Rank 3 (" in four.said(2)[1]
-    (failing := tmp_path / "failing").mkdir()
-    with Four(failing, "waits", "fails", "waits", "leaves") as four:
-        for rank in (0, 2):
-            code, said = four.said(rank)
-            assert code == 1 and "has ended: ValueError: boom" in said and "Rank 1 (" in said
+    for how, why in (("fails", "ValueError: boom"), ("interrupted", "it was interrupted.")):
+        (folder := tmp_path / how).mkdir()
+        with Four(folder, "waits", how, "waits", "leaves") as four:
+            for rank in (0, 2):
+                code, said = four.said(rank)
+                assert code == 1 and f"has ended: {why}" in said and "Rank 1 (" in said
 
 
 def test_a_dead_rank_explains_what_the_others_notice(tmp_path: Path) -> None:
@@ -114,22 +120,31 @@ def test_a_dead_rank_explains_what_the_others_notice(tmp_path: Path) -> None:
 
 
 def test_strangers_at_the_port_change_nothing() -> None:
-    known: list[Any] = []
-    line = Lifeline(0, 2, "127.0.0.1", known.append)
-    port, token, _ = known[0]
-    for text in (
-        b"",
-        b"GET / HTTP/1.1\r\n\r\n",
-        b'{"token": "x", "rank": 1, "who": "me"}\n{"end": "failed"}\n',
-        b"[]\n" * 9,
-    ):
+    shared: queue.Queue[Any] = queue.Queue()
+    lines: list[Lifeline] = []
+    starter = threading.Thread(target=lambda: lines.append(Lifeline(0, 3, "127.0.0.1", shared.put)))
+    starter.start()
+    port, token, who = shared.get(timeout=10)
+    for text in (b"\n", b"GET / HTTP/1.1\r\n\r\n", b'{"token": "x", "rank": 1}\n', b"[" * 60_000 + b"\n", b"[]\n"):
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(text)
-    with socket.create_connection(("127.0.0.1", port)) as other:
-        other.sendall(b'{"token": "%s", "rank": 1, "who": "there"}\n{"end": "bye"}\n' % token.encode())
-    time.sleep(0.2)
-    assert line.lost is None
-    line.close()
+    for rank in (0, 3, 7, True, "1"):
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(json.dumps({"token": token, "rank": rank, "who": "me"}).encode() + b"\n")
+    others = [Lifeline(rank, 3, "127.0.0.1", lambda value: (port, token, who)) for rank in (1, 2)]
+    starter.join(10)
+    with pytest.raises(OSError):  # all are there: nobody else is let in
+        socket.create_connection(("127.0.0.1", port), timeout=5)
+    assert lines[0].lost is None and sorted(lines[0]._peers) == [1, 2]
+    for line in (*others, *lines):
+        line.close()
+    assert lines[0].lost is None and others[0].lost is None
+
+
+def test_a_name_that_means_this_machine_only_at_home_is_reached_from_outside() -> None:
+    """Debian gives a machine's own name the address 127.0.1.1; the others know another one."""
+    with _listen("a-name-of-this-machine") as server, socket.create_connection(("127.0.0.2", server.getsockname()[1])):
+        pass
 
 
 def _interrupted(job: Any, start: str, folder: Path, seed: int) -> None:
