@@ -27,8 +27,8 @@ _MOST_DSC, _MOST_PATCHES = 1 << 20, 2000
 _FILE = re.compile(r"^ ([0-9a-f]{64}) (\d+) ([A-Za-z0-9][A-Za-z0-9.+~_:-]*)$", re.MULTILINE)
 _FIELD = re.compile(r"^(\w[\w-]*):[ \t]*(.*(?:\n[ \t].*)*)", re.MULTILINE)
 _DESCRIBED = ("description", "subject")
-_BUG = re.compile(r"bugs\.debian\.org/(?:cgi-bin/bugreport\.cgi\?bug=)?(\d{3,8})|#(\d{3,8})")
-_CLOSES = re.compile(r"closes:\s*((?:bug)?#?\s*\d+(?:,\s*(?:bug)?#?\s*\d+)*)", re.IGNORECASE)
+_BUG = re.compile(r"bugs\.debian\.org/(?:cgi-bin/bugreport\.cgi\?bug=)?(\d{3,8})\b|#(\d{3,8})\b")
+_CLOSES = re.compile(r"closes:\s*((?:bug)?#?\s*\d{1,9}\b(?:,\s*(?:bug)?#?\s*\d{1,9}\b)*)", re.IGNORECASE)
 _MOST_TREE = 512 << 20
 """Bytes of the text files of a package, which are in memory at once."""
 

@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 
+from glm5.config.corpus import ChangesConfig
 from glm5.data.corpus.licenses import recognised
 from glm5.data.corpus.spdx import all_of
 from glm5.data.corpus.streams import Refused
@@ -27,6 +28,8 @@ from glm5.errors import DataError
 _MERGED = re.compile(r"^Merge pull request #(\d{1,9})\b.*|^.*\(#(\d{1,9})\)\s*$")
 _MOST_MESSAGE, _MOST_COMMITS = 1 << 16, 20
 """Bytes of a message, and commits of a pull request whose messages count."""
+_MOST_PATHS = 1 << 16
+"""Bytes of the changed paths, which git gets as arguments."""
 _KEPT = 4096
 
 
@@ -53,6 +56,9 @@ class History:
     def __init__(self, location: str, most_bytes: int) -> None:
         self.git, self.head = open_git(location)
         self.most_bytes = most_bytes
+        # A file above the limit counts as binary, and git does not load it.
+        large = f"core.bigFileThreshold={most_bytes}"
+        self._diff = "--literal-pathspecs", "-c", large, "diff-tree", "-r", "--no-ext-diff", "--no-textconv"
         self._stack = ExitStack()
         self._text, self._listing = lru_cache(_KEPT)(self._read_text), lru_cache(8)(self._list)
 
@@ -108,19 +114,23 @@ class History:
         parents = tuple(line[7:] for line in lines if line.startswith("parent "))
         return Commit(sha, parents, title.strip(), body.strip(), bot)
 
-    def change(self, sha: str, name: str, repository: str, issues: Issues) -> Change | str:
+    def change(self, sha: str, name: str, repository: str, issues: Issues, config: ChangesConfig) -> Change | str:
         """A commit as a change, or a reason why it is none."""
         commit = self.commit(sha)
         if not commit.parents:
             return "first_commit"
         parent = commit.parents[0]
         before = self._listing(parent)
-        changed = self._changed(parent, sha)
+        names = self._names(parent, sha)
+        if len(names) > config.most_files or sum(len(os.fsencode(path)) for path in names) > _MOST_PATHS:
+            return "too_many_files"
+        changed = self._changed(parent, sha, names) if names else {}
         if not changed:
             return "no_text_changed"
+        if sum(changed.values()) > config.most_lines:
+            return "too_many_lines"
         keys = {path: before[path] for path in before if _size(before[path]) <= self.most_bytes}
-        arguments = ("diff-tree", "-p", "-M", "--no-ext-diff", "--no-textconv", "--no-color", "-U3", parent, sha, "--")
-        raw = self.git.call("--literal-pathspecs", *arguments, *changed)
+        raw = self.git.call(*self._diff, "-p", "-M", "--no-color", "-U3", parent, sha, "--", *changed)
         diff = "\n".join(line for line in raw.decode("utf-8", "replace").split("\n") if not line.startswith("index "))
         request, bodies = self._request(commit, issues)
         added = "\n".join(line[1:] for line in diff.split("\n") if line.startswith("+"))
@@ -150,14 +160,17 @@ class History:
             return Report(kind, known.title, known.body, bot or known.bot), "\n".join((title, body, known.body))
         return Report(kind, title, body, bot), f"{title}\n{body}"
 
-    def _changed(self, parent: str, sha: str) -> dict[str, int]:
-        """Numbers of changed lines by path, of text files that the repository's people wrote; binary ones are left
-        out."""
+    def _names(self, parent: str, sha: str) -> list[str]:
+        """Paths of changed text files that the repository's people wrote."""
+        entries = self.git.entries("diff-tree", "-r", "-z", "--name-only", "--no-renames", parent, sha)
+        return [path for path in map(os.fsdecode, entries) if text_type(path) and not VENDORED.search(path)]
+
+    def _changed(self, parent: str, sha: str, names: Sequence[str]) -> dict[str, int]:
+        """Numbers of changed lines by path, of some files; binary and too large ones are left out."""
         found: dict[str, int] = {}
-        for entry in self.git.entries("diff-tree", "-r", "-z", "--numstat", "--no-renames", parent, sha):
-            added, _, rest = entry.decode("utf-8", "surrogateescape").partition("\t")
-            removed, _, path = rest.partition("\t")
-            if added.isdigit() and removed.isdigit() and text_type(path) and not VENDORED.search(path):
+        for entry in self.git.entries(*self._diff, "-z", "--numstat", "--no-renames", parent, sha, "--", *names):
+            added, removed, path = os.fsdecode(entry).split("\t", 2)
+            if added.isdigit() and removed.isdigit():
                 found[path] = int(added) + int(removed)
         return found
 

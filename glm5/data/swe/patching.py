@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 _HUNK = re.compile(r"^@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 _NO_END = "\\ No newline at end of file"
-_MOST_LINES = 1 << 20
+_MOST_LINES, _MOST_DIGITS = 1 << 20, 9
 
 
 class PatchError(Exception):
@@ -76,6 +76,8 @@ def _path(line: str) -> str | None:
 
 
 def _hunk(head: re.Match[str], lines: Sequence[str], at: int) -> tuple[Hunk, int]:
+    if any(len(number or "") > _MOST_DIGITS for number in head.groups()):
+        raise PatchError("a hunk is at a line that no file has")
     hunk = Hunk(int(head[1]))
     left, made = int(head[2] or 1), int(head[4] or 1)
     last = ""

@@ -56,6 +56,7 @@ def test_files_come_and_go() -> None:
         (diff("a\n", "b\n", "a//etc/passwd", "b//etc/passwd"), "outside the tree"),
         ("--- a/x\n+++ b/x\n@@ -1,5 +1,5 @@\n a\n", "ends early|without a sign"),
         ("--- a/x\n+++ b/x\n@@ -1,2 +1,2 @@\n a\n?b\n", "without a sign"),
+        (f"--- a/x\n+++ b/x\n@@ -{'1' * 5000} +1 @@\n-a\n+b\n", "no file has"),
     ],
 )
 def test_hostile_diffs_are_refused(text: str, reason: str) -> None:

@@ -26,7 +26,7 @@ from glm5.data.swe.patching import applied, parse_diff
 from glm5.data.swe.related import Retriever, words
 from glm5.data.swe.rows import REASONS, Rows
 from glm5.errors import DataError
-from tests.data.test_git import git
+from tests.data.test_git import git, tree
 
 TOKENIZER = Tokenizer.byte_level()
 LONG = "The parser returns nothing at all if the last line of its input has no line end, so the final record is lost."
@@ -136,7 +136,9 @@ def test_a_row_shows_the_state_before(history: tuple[Path, dict[str, str]], tmp_
     # The diff makes of the file that the row shows the file of the commit.
     change = parse_diff(own)[0]
     with History(str(root), 1 << 20) as opened:
-        assert applied(BODY, change) == opened.change(made["short"], "n", "r", Issues()).tree.read("src/parse.py")  # type: ignore[union-attr]
+        assert applied(BODY, change) == opened.change(made["short"], "n", "r", Issues(), ChangesConfig()).tree.read(
+            "src/parse.py"
+        )  # type: ignore[union-attr]
 
 
 def test_no_row_is_longer_than_its_budget(history: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
@@ -156,6 +158,28 @@ def test_no_row_is_longer_than_its_budget(history: tuple[Path, dict[str, str]], 
         else:
             assert row.more["counts"].get(f"changed_files_{wanted}") == 1
             assert ("LINE_149" in row.text) and (("LINE_290 " in row.text) == (wanted == "whole"))
+
+
+def test_a_hostile_change_is_counted(
+    history: tuple[Path, dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = shutil.copytree(history[0], tmp_path / "copy")
+    blob = git(root, "rev-parse", "HEAD:src/new.py")
+    long = tree(root, [f"100644 blob {blob}\t{'n' * 30_000}{n}.py" for n in range(5)])  # more than arguments may have
+    sha = git(root, "commit-tree", long, "-p", "HEAD", "-m", "long names")
+    with History(str(root), 1 << 20) as opened:
+        for least, reason in ((1, "too_many_files"), (20, "too_many_files")):
+            assert opened.change(sha, "n", "r", Issues(), ChangesConfig(most_files=least)) == reason
+    fix = history[1]["fix"][:12]
+
+    def fail(*_: Any) -> None:
+        raise RecursionError
+
+    for target in ("glm5.data.swe.history.linked", "glm5.data.swe.rows._around"):
+        monkeypatch.setattr(target, fail)
+        found = made_rows(SourceConfig(name="s", path=f"git:{history[0]}"), tokens=600, least_words=1)
+        assert found[fix] == Skipped(f"s/repo/{fix}", "damaged"), target
+        monkeypatch.undo()
 
 
 def package(folder: Path, patches: dict[str, str], files: dict[str, str], changelog: str = "") -> Path:
@@ -201,12 +225,18 @@ def test_patches_of_a_debian_package(tmp_path: Path) -> None:
     big = random.Random(0).randbytes(1 << 17).hex()
     files = {"src/main.c": main, "src/two.c": "int record;\n", "src/big.c": big}
     patches = {f"{at}.patch": PATCH.format(at=at, long=LONG) for at in (1, 3)}
+    patches["huge.patch"] = PATCH.format(at="9" * 5000, long=LONG)
     patches |= {"bad.patch": PATCH.format(at=1, long=LONG), "docs.patch": "Subject: x\n\n--- a/x.1\n+++ b/x.1\n"}
-    log = "p (1-1) sid; urgency=low\n\n  * 3.patch: as upstream. (Closes: #7)\n\n -- A B <a@b>  Mon\n"
+    log = "p (1-1) sid; urgency=low\n\n  * 3.patch: as upstream. (Closes: #7)\n  * closes: #{}\n\n -- A B <a@b>  Mon\n"
+    log = log.format("1" * 5000)
     folder = package(tmp_path / "d", patches, files, log)
     found = made_rows(SourceConfig(name="s", path=str(folder)), tokens=20_000)
     reasons = {name: row.reason for name, row in found.items() if isinstance(row, Skipped)}
-    assert reasons == {"bad.patch": "patch_does_not_apply", "docs.patch": "no_text_changed"}
+    assert reasons == {
+        "huge.patch": "patch_does_not_apply",
+        "bad.patch": "patch_does_not_apply",
+        "docs.patch": "no_text_changed",
+    }
     row = found["3.patch"]
     assert isinstance(row, Text) and row.more["license"] == "MIT" and "a@b" not in row.text
     before, own = row.text[: row.more["own"]], row.text[row.more["own"] :]
