@@ -30,6 +30,8 @@ _MOST_MESSAGE, _MOST_COMMITS = 1 << 16, 20
 """Bytes of a message, and commits of a pull request whose messages count."""
 _MOST_PATHS = 1 << 16
 """Bytes of the changed paths, which git gets as arguments."""
+_MOST_PASSED = 64 << 20
+"""Bytes of an object that are passed over."""
 _KEPT = 4096
 
 
@@ -73,9 +75,13 @@ class History:
         """Hashes of the newest `most` commits that are changes, oldest first, and why other commits are none."""
         listed = self.git.call("rev-list", "--parents", "--topo-order", self.head).decode("ascii").split("\n")
         parents = {sha: tuple(rest) for sha, *rest in map(str.split, filter(None, listed))}
-        main = [self.head]
-        while parents[main[-1]]:
-            main.append(parents[main[-1]][0])
+        main: list[str] = []
+        following: tuple[str, ...] = (self.head,)
+        while following:
+            if following[0] not in parents:
+                raise DataError(f"{self.git.path} is damaged: the history of {self.head} has no beginning.")
+            main.append(following[0])
+            following = parents[main[-1]]
         seen, found, skipped = set[str](), list[str](), Counter[str]()
         for sha in reversed(main):
             side = _reached(parents, parents[sha][1:], seen)
@@ -105,7 +111,7 @@ class History:
 
     def commit(self, sha: str) -> Commit:
         """The commit of a hash."""
-        head, _, message = (self._object(sha, _MOST_MESSAGE) or b"").decode("utf-8", "replace").partition("\n\n")
+        head, _, message = self._object(sha, _MOST_MESSAGE).decode("utf-8", "replace").partition("\n\n")
         lines = head.split("\n")
         author = next((line[7:] for line in lines if line.startswith("author ")), "")
         name, _, rest = author.partition(" <")
@@ -192,8 +198,16 @@ class History:
         except Refused:
             return None
 
-    def _object(self, sha: str, most: int) -> bytes | None:
-        """The first `most` bytes of an object."""
+    def _object(self, sha: str, most: int) -> bytes:
+        """The first `most` bytes of an object. After one that git cannot read, git starts anew."""
+        try:
+            return self._answered(sha, most)
+        except (DataError, OSError):
+            self._stack.close()
+            self.__enter__()
+            raise
+
+    def _answered(self, sha: str, most: int) -> bytes:
         self._ask.write(sha.encode() + b"\n")
         self._ask.flush()
         header = self._answer.readline(1000).split()
@@ -202,6 +216,8 @@ class History:
         size = int(header[2]) + 1
         content = self._answer.read(min(size, most + 1))
         left = size - len(content)
+        if left > _MOST_PASSED:
+            raise DataError(f"{self.git.path}: {sha:.40} has more than {_MOST_PASSED:,} bytes.")
         while left > 0 and (piece := self._answer.read(min(left, 1 << 20))):
             left -= len(piece)
         if left:

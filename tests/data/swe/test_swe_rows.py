@@ -170,6 +170,12 @@ def test_a_hostile_change_is_counted(
     with History(str(root), 1 << 20) as opened:
         for least, reason in ((1, "too_many_files"), (20, "too_many_files")):
             assert opened.change(sha, "n", "r", Issues(), ChangesConfig(most_files=least)) == reason
+    (root / ".git" / "info" / "grafts").write_text(f"{history[1]['root']} {history[1]['fix']}\n")
+    with History(str(root), 1 << 20) as opened:
+        assert history[1]["fix"] in opened.changes(None)[0]
+        with pytest.raises(DataError, match="damaged"):
+            opened._object("0" * 40, 1)
+        assert opened.commit(history[1]["fix"]).title == "Parse the last line"  # by a process that was started anew
     fix = history[1]["fix"][:12]
 
     def fail(*_: Any) -> None:
