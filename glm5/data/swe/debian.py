@@ -10,7 +10,9 @@ from __future__ import annotations
 import re
 import tarfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import IO, cast
 
@@ -65,28 +67,28 @@ def archives(dsc: Path) -> Archives:
 
 
 def package_changes(dsc: Path, name: str, limits: LimitConfig, issues: Issues) -> Iterator[Change | tuple[str, str]]:
-    """The patches of a source package as changes; of one that cannot be used its name and the reason. Raises
-    Refused."""
+    """The patches of a source package as changes; of one that cannot be used its name and the reason. The files of a
+    change can be read until the next one is asked for. Raises Refused."""
     found = archives(dsc)
     if found.original is None or found.packaging is None:
         raise Refused(found.missing)
-    original = _members(found.original, limits, lambda path: text_type(path) is not None)
-    packaging = _members(found.packaging, limits, lambda path: path.startswith("debian/"))
-    files = {path: text for path, raw in _stripped(original).items() if (text := _decoded(raw)) is not None}
-    texts = {path: text for path, raw in packaging.items() if (text := _decoded(raw)) is not None}
+    files = _texts(_stripped(_members(found.original, limits, lambda path: text_type(path) is not None)))
+    texts = _texts(_members(found.packaging, limits, lambda path: path.startswith("debian/")))
     repository, _, version = dsc.name.removesuffix(".dsc").partition("_")
     license = of_copyright(texts.get("debian/copyright", ""))
     changelog = texts.get("debian/changelog", "")
-    keys = {path: f"{path}\0" for path in files}
+    keys = {path: _key(text) for path, text in files.items()}
     contents = {keys[path]: text for path, text in files.items()}
-    for number, patch in enumerate(_series(texts.get("debian/patches/series", ""))[:_MOST_PATCHES]):
+    del files
+    tree = Tree(keys, contents.get)
+    for patch in _series(texts.get("debian/patches/series", ""))[:_MOST_PATCHES]:
         place, text = f"{name}/{patch}", texts.get(f"debian/patches/{patch}")
         if text is None:
             yield place, "patch_missing"
             continue
         try:
             diffs = parse_diff(text)
-            updates = _updates(files, diffs)
+            updates = _updates(tree, diffs)
         except PatchError:
             yield place, "patch_does_not_apply"
             continue
@@ -100,12 +102,13 @@ def package_changes(dsc: Path, name: str, limits: LimitConfig, issues: Issues) -
             )  # fmt: skip
         else:
             yield place, "no_text_changed"
+        gone = {keys.pop(path) for path in updates if path in keys}
         for path, after in updates.items():
-            files.pop(path, None)
-            keys.pop(path, None)
             if after is not None:
-                files[path], keys[path] = after, f"{path}\0{number}"
+                keys[path] = _key(after)
                 contents[keys[path]] = after
+        for key in gone.difference(keys.values()):
+            del contents[key]
 
 
 def described(patch: str, name: str, changelog: str, issues: Issues) -> tuple[tuple[Report, ...], Report]:
@@ -142,14 +145,14 @@ def _series(text: str) -> list[str]:
     return [line.split()[0] for line in text.split("\n") if line.strip() and not line.lstrip().startswith("#")]
 
 
-def _updates(texts: Mapping[str, str], diffs: list[FileDiff]) -> dict[str, str | None]:
+def _updates(tree: Tree, diffs: list[FileDiff]) -> dict[str, str | None]:
     """The files that a patch changes, after it; None for one that it deletes. Files that we do not read, such as build
     scripts, are passed over. Raises PatchError."""
     found: dict[str, str | None] = {}
     for diff in diffs:
         if text_type(diff.path) is None:
             continue
-        before = {path: found[path] if path in found else texts.get(path) for path in (diff.old, diff.new) if path}
+        before = {path: found[path] if path in found else tree.read(path) for path in (diff.old, diff.new) if path}
         place = next((path for path, text in before.items() if text is not None), diff.path)
         after = applied(before[place], diff)
         found[place] = None
@@ -161,11 +164,17 @@ def _changed_lines(diff: FileDiff) -> Iterator[int]:
     return (line[:1] in "+-" for line in diff.text.split("\n")[2:] if line)
 
 
-def _decoded(raw: bytes) -> str | None:
-    try:
-        return decode(raw)
-    except Refused:
-        return None
+def _key(text: str) -> str:
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def _texts(members: dict[str, bytes]) -> dict[str, str]:
+    """The files that are text; takes them out of `members`, so that both are never in memory whole."""
+    found: dict[str, str] = {}
+    for path in list(members):
+        with suppress(Refused):
+            found[path] = decode(members.pop(path))
+    return found
 
 
 def _stripped(members: Mapping[str, bytes]) -> dict[str, bytes]:

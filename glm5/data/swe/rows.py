@@ -43,12 +43,12 @@ class Rows:
 
     def __init__(self, config: ChangesConfig, issues: Issues, tokenizer: Tokenizer) -> None:
         self.config, self.issues, self._tokenizer = config, issues, tokenizer
-        self._known: dict[tuple[str, str, str], int] = {}
+        self._known: dict[tuple[str, str], int] = {}
 
     def tokens(self, text: str) -> int:
         return len(self._tokenizer.encode(text))
 
-    def _fits(self, text: str, left: int, key: tuple[str, str, str] | None = None) -> int | None:
+    def _fits(self, text: str, left: int, key: tuple[str, str] | None = None) -> int | None:
         """The tokens of a file, unless they are more than `left`. Those of whole files are remembered by `key`: the
         same files come back in the rows of a repository. A text far too long is not counted."""
         if len(text) > _MOST_PER_TOKEN * left:
@@ -110,7 +110,7 @@ class Rows:
             if text is None:
                 continue
             whole, shown = _file(path, text), ""
-            key = change.repository, path, change.tree.keys[path]
+            key = path, change.tree.keys[path]
             for shown in (whole, *(_file(path, part) for part in _around(change, path, text))):
                 if (size := self._fits(shown, left, key if shown == whole else None)) is not None:
                     left -= size
@@ -131,7 +131,7 @@ class Rows:
             if text is None:
                 continue
             part = _file(path, text)
-            size = self._fits(part, left, (change.repository, path, keys[path]))
+            size = self._fits(part, left, (path, keys[path]))
             name = "related_files" + ("" if size is not None else "_left_out")
             counts[name] = counts.get(name, 0) + 1
             if size is not None:

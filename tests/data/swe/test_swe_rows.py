@@ -19,6 +19,8 @@ from glm5.chat.tokenizer import Tokenizer
 from glm5.config.corpus import ChangesConfig, LimitConfig, SourceConfig
 from glm5.data.corpus.plan import Input, list_inputs
 from glm5.data.corpus.text import Skipped, Text
+from glm5.data.swe.change import Change
+from glm5.data.swe.debian import package_changes
 from glm5.data.swe.history import History
 from glm5.data.swe.inputs import rows
 from glm5.data.swe.issues import Issues, linked, read_issues, without_trailers
@@ -255,6 +257,22 @@ def test_patches_of_a_debian_package(tmp_path: Path) -> None:
         one.check()
     broken = list(rows(one, Rows(ChangesConfig(), Issues(), TOKENIZER), LimitConfig()))
     assert [row.reason for row in broken if isinstance(row, Skipped)] == ["damaged"]
+
+
+def test_two_versions_of_a_package(tmp_path: Path) -> None:
+    """A file has another content in each: its tokens are counted anew. Contents that were replaced are not kept."""
+    main = "".join(f"int {'ab'[n % 2]}{n - n % 2 + 1};\n" for n in range(40))
+    patches = {f"{at}.patch": PATCH.format(at=at, long=LONG) for at in range(1, 40, 2)}
+    maker = Rows(ChangesConfig(tokens=4000, least_sources=1), Issues(), TOKENIZER)
+    for version, size in (("small", 2), ("large", 900)):
+        folder = package(tmp_path / version, patches, {"src/main.c": main, "src/record.c": "int record;\n" * size})
+        found = list_inputs(SourceConfig(name="s", path=str(folder), changes=ChangesConfig()))[0]
+        for row in rows(found[0], maker, LimitConfig()):
+            assert isinstance(row, Text) and len(TOKENIZER.encode(row.text)) <= row.more["counts"]["tokens"] <= 4000
+    seen = [
+        one for one in package_changes(folder / "p_1-1.dsc", "p", LimitConfig(), Issues()) if isinstance(one, Change)
+    ]
+    assert len(seen) == 20 and [one.tree.read("src/main.c") for one in seen].count(None) == 20
 
 
 def test_packages_that_cannot_be_used_are_counted(tmp_path: Path) -> None:
