@@ -97,6 +97,10 @@ def _split(location: str) -> tuple[Path, str]:
     return Path(path).resolve(), revision
 
 
+class TooLong(DataError):
+    """The output of a command is longer than it may be."""
+
+
 class Git:
     """Calls git in a repository that is not trusted."""
 
@@ -146,8 +150,8 @@ class Git:
                 )
 
     def call(self, *arguments: str, most: int = _MAX_LISTING) -> bytes:
-        """Standard output of a command. Raises DataError with git's first error line for a command that fails, and for
-        an output of more than `most` bytes."""
+        """Standard output of a command. Raises DataError with git's first error line for a command that fails,
+        TooLong for an output of more than `most` bytes."""
         return b"".join(self._pieces(arguments, most))
 
     def entries(self, *arguments: str) -> Iterator[bytes]:
@@ -170,7 +174,7 @@ class Git:
                 while piece := process.stdout.read(_LISTED_BYTES):
                     size += len(piece)
                     if size > most:
-                        raise DataError(
+                        raise TooLong(
                             f"{self.path} lists more than {most:,} bytes of paths in one commit, or of changes; read a "
                             "smaller checkout as a folder."
                         )

@@ -20,7 +20,7 @@ from glm5.data.corpus.licenses import recognised
 from glm5.data.corpus.spdx import all_of
 from glm5.data.corpus.streams import Refused
 from glm5.data.corpus.text import decode
-from glm5.data.git import open_git
+from glm5.data.git import TooLong, open_git
 from glm5.data.swe.change import VENDORED, Change, Report, Tree, text_type
 from glm5.data.swe.issues import BOT, BOT_TITLE, Issues, linked, without_trailers
 from glm5.errors import DataError
@@ -136,7 +136,11 @@ class History:
         if sum(changed.values()) > config.most_lines:
             return "too_many_lines"
         keys = {path: before[path] for path in before if _size(before[path]) <= self.most_bytes}
-        raw = self.git.call(*self._diff, "-p", "-M", "--no-color", "-U3", parent, sha, "--", *changed)
+        arguments = (*self._diff, "-p", "-M", "--no-color", "-U3", parent, sha, "--", *changed)
+        try:
+            raw = self.git.call(*arguments, most=self.most_bytes)
+        except TooLong:
+            return "too_large"
         diff = "\n".join(line for line in raw.decode("utf-8", "replace").split("\n") if not line.startswith("index "))
         request, bodies = self._request(commit, issues)
         added = "\n".join(line[1:] for line in diff.split("\n") if line.startswith("+"))

@@ -20,6 +20,8 @@ REASONS = {
     "repository_small": "the repository has too few source files",
     "bot": "a program wrote it",
     "revert": "takes another change back",
+    "too_large": "the diff has more bytes than a document may have",
+    "damaged": "git cannot read it, or it is not what it should be",
     "too_many_files": "changes more files than the limit",
     "too_many_lines": "changes more lines than the limit",
     "no_issue": "names no issue whose text is known",

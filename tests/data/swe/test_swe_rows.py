@@ -169,9 +169,14 @@ def test_a_hostile_change_is_counted(
     blob = git(root, "rev-parse", "HEAD:src/new.py")
     long = tree(root, [f"100644 blob {blob}\t{'n' * 30_000}{n}.py" for n in range(5)])  # more than arguments may have
     sha = git(root, "commit-tree", long, "-p", "HEAD", "-m", "long names")
-    with History(str(root), 1 << 20) as opened:
-        for least, reason in ((1, "too_many_files"), (20, "too_many_files")):
-            assert opened.change(sha, "n", "r", Issues(), ChangesConfig(most_files=least)) == reason
+    wide = commit(root, "wide", {f"w{n}.py": f"{n}\n" * 3000 for n in range(2)})
+    for name, size, limits, reason in (
+        (sha, 1 << 20, {}, "too_many_files"), (wide, 1 << 20, {"most_files": 1}, "too_many_files"),
+        (wide, 1 << 20, {}, "too_many_lines"), (wide, 8000, {"most_lines": 10_000}, "too_large"),
+        (wide, 4000, {"most_lines": 10_000}, "no_text_changed"),
+    ):  # fmt: skip
+        with History(str(root), size) as opened:
+            assert opened.change(name, "n", "r", Issues(), ChangesConfig(**limits)) == reason
     (root / ".git" / "info" / "grafts").write_text(f"{history[1]['root']} {history[1]['fix']}\n")
     with History(str(root), 1 << 20) as opened:
         assert history[1]["fix"] in opened.changes(None)[0]
