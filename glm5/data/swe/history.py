@@ -156,7 +156,7 @@ class History:
         title, body, number, bot = commit.title, commit.body, commit.request, commit.bot
         if title.startswith("Merge pull request"):
             title, _, body = body.partition("\n")
-        title = re.sub(r"\s*\(#\d+\)$", "", title.strip())
+        title = re.sub(r"\(#\d{1,9}\)$", "", title.strip()).rstrip()
         if len(commit.parents) > 1:
             first, *others = commit.parents
             side = self.git.call("rev-list", "--no-merges", "--reverse", f"^{first}", *others).decode("ascii").split()

@@ -33,12 +33,12 @@ LINKED = re.compile(
     re.IGNORECASE,
 )
 _TRAILER = re.compile(
-    r"^(Signed-off-by|Co-authored-by|Reviewed-by|Acked-by|Tested-by|Reported-by|Cc|Change-Id|git-svn-id|Author|From)\s*:"
-    r".*$",
+    r"^(Signed-off-by|Co-authored-by|Reviewed-by|Acked-by|Tested-by|Reported-by|Cc|Change-Id|git-svn-id|Author|From)"
+    r"[ \t]*:.*$",
     re.IGNORECASE | re.MULTILINE,
 )
 _COMMENT = re.compile(r"<!--.*?(?:-->|\Z)", re.DOTALL)
-_FORM = re.compile(r"^\s*(#{1,6}\s.*|\*\*[^*]+\*\*:?|[-*] \[[ xX]\].*|[-=_*]{3,})\s*$", re.MULTILINE)
+_FORM = re.compile(r"^[^\S\n]*(#{1,6}\s.*|\*\*[^*\n]+\*\*:?|[-*] \[[ xX]\].*|[-=_*]{3,})[^\S\n]*$", re.MULTILINE)
 _LINK = re.compile(r"https?://\S+")
 TEMPLATE_SHARE, TEMPLATE_LEAST = 0.1, 5
 """A line that this share of all issues have, and so many of them, is of a template."""

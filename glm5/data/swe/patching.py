@@ -7,8 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 _HUNK = re.compile(r"^@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
-_NO_END = "\\ No newline at end of file"
+_TOO_MANY = "its hunks fit at too many lines to look at all"
 _MOST_LINES, _MOST_DIGITS = 1 << 20, 9
+_MOST_WORK = 1 << 22
+"""Lines that are looked at to find the hunks of one file."""
 
 
 class PatchError(Exception):
@@ -114,8 +116,10 @@ def applied(text: str | None, diff: FileDiff) -> str | None:
     else:
         ended = False
     shift = least = 0
+    room = [_MOST_WORK]
     for hunk in diff.hunks:
-        at = _place(lines, hunk.old, max(hunk.start - 1, 0) + shift if hunk.old else hunk.start + shift, least)
+        room[0] -= len(lines) >> 6  # that the lines after a hunk move
+        at = _place(lines, hunk.old, max(hunk.start - 1, 0) + shift if hunk.old else hunk.start + shift, least, room)
         if at is None:
             raise PatchError(f"{diff.path}: the hunk at line {hunk.start} does not apply")
         whole = at + len(hunk.old) == len(lines)
@@ -128,17 +132,26 @@ def applied(text: str | None, diff: FileDiff) -> str | None:
     return "\n".join(lines) + ("\n" if ended and lines else "")
 
 
-def _place(lines: list[str], wanted: list[str], guess: int, least: int) -> int | None:
-    """The place of the lines nearest to a guess, at or after `least`."""
+def _place(lines: list[str], wanted: list[str], guess: int, least: int, room: list[int]) -> int | None:
+    """The place of the lines nearest to a guess, at or after `least`. Takes the lines that it looks at from `room`, and
+    raises PatchError if that is used up."""
     most = len(lines) - len(wanted)
     if most < least:
         return None
+    if room[0] < 0:
+        raise PatchError(_TOO_MANY)
     guess = min(max(guess, least), most)
     if not wanted:
         return guess
     first = wanted[0]
-    places = (at for at in _outward(guess, least, most) if lines[at] == first)
-    return next((at for at in places if lines[at : at + len(wanted)] == wanted), None)
+    for at in _outward(guess, least, most):
+        found = lines[at] == first
+        room[0] -= len(wanted) if found else 1
+        if room[0] < 0:
+            raise PatchError(_TOO_MANY)
+        if found and lines[at : at + len(wanted)] == wanted:
+            return at
+    return None
 
 
 def _outward(guess: int, least: int, most: int) -> Iterator[int]:

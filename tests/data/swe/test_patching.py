@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from glm5.data.swe.issues import Issues, without_trailers
 from glm5.data.swe.patching import PatchError, applied, parse_diff
 
 LINES = st.lists(st.sampled_from(["a", "b", "c", "", "-d", "+e", " f", "@@ x"]), max_size=30)
@@ -62,6 +64,19 @@ def test_files_come_and_go() -> None:
 def test_hostile_diffs_are_refused(text: str, reason: str) -> None:
     with pytest.raises(PatchError, match=reason):
         parse_diff(text)
+
+
+def test_equal_lines_take_no_quadratic_time() -> None:
+    lines = "".join(f"-{line}\n" for line in ["x"] * 32_000 + ["y"])
+    hunk = parse_diff(f"--- a/x\n+++ b/x\n@@ -1,32001 +0,0 @@\n{lines}")[0]
+    start = time.process_time()
+    with pytest.raises(PatchError, match="too many lines"):
+        applied("x\n" * 64_000, hunk)
+    with pytest.raises(PatchError, match="too many lines"):
+        applied("\n" * 400_000, parse_diff("--- a/x\n+++ b/x\n" + "@@ -1,0 +1 @@\n+a\n" * 1000)[0])
+    assert Issues().own_words("\n " * 20_000) == (0, 0)
+    assert without_trailers("Cc" + "\n" * 20_000) == "Cc"
+    assert time.process_time() - start < 3
 
 
 def test_what_does_not_apply_is_refused() -> None:
