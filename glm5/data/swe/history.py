@@ -26,6 +26,7 @@ from glm5.data.swe.issues import BOT, BOT_TITLE, Issues, linked, without_trailer
 from glm5.errors import DataError
 
 _MERGED = re.compile(r"^Merge pull request #(\d{1,9})\b.*|^.*\(#(\d{1,9})\)\s*$")
+_LICENSE = re.compile(r"(?:licen|unlicen|copying|copyright)[^/]*\Z", re.IGNORECASE)
 _MOST_MESSAGE, _MOST_COMMITS = 1 << 16, 20
 """Bytes of a message, and commits of a pull request whose messages count."""
 _MOST_PATHS = 1 << 16
@@ -63,6 +64,7 @@ class History:
         self._diff = "--literal-pathspecs", "-c", large, "diff-tree", "-r", "--no-ext-diff", "--no-textconv"
         self._stack = ExitStack()
         self._text, self._listing = lru_cache(_KEPT)(self._read_text), lru_cache(8)(self._list)
+        self._recognised = lru_cache(_KEPT)(lambda key: recognised(self._read_text(key) or ""))
 
     def __enter__(self) -> History:
         self._ask, self._answer = self._stack.enter_context(self.git.objects())
@@ -99,11 +101,10 @@ class History:
         skipped["older"] += max(0, len(found) - (most or len(found)))
         return found[-most:] if most else found, +skipped
 
-    def license(self) -> str:
-        """The license of the newest commit by its license files; empty if they say nothing that is known."""
-        files = self._listing(self.head)
-        said = [p for p in files if "/" not in p and p.lower().startswith(("licen", "copying", "copyright"))]
-        return all_of(recognised(self._text(files[path]) or "") for path in said)
+    def license(self, commit: str) -> str:
+        """The license of a commit by its license files; empty if they say nothing that is known."""
+        files = self._listing(commit)
+        return all_of(self._recognised(files[path]) for path in files if _LICENSE.match(path))
 
     def size(self) -> int:
         """Bytes of the newest commit's text files."""
@@ -135,7 +136,7 @@ class History:
             return "no_text_changed"
         if sum(changed.values()) > config.most_lines:
             return "too_many_lines"
-        keys = {path: before[path] for path in before if _size(before[path]) <= self.most_bytes}
+        keys = {path: before[path] for path in before if text_type(path) and _size(before[path]) <= self.most_bytes}
         arguments = (*self._diff, "-p", "-M", "--no-color", "-U3", parent, sha, "--", *changed)
         try:
             raw = self.git.call(*arguments, most=self.most_bytes)
@@ -149,6 +150,7 @@ class History:
         return Change(
             name, repository, parent[:12], Tree(keys, self._text), diff, changed, found, request,
             revert=commit.title.lower().startswith(("revert", 'merge pull request "revert')),
+            more={"license": self.license(parent)},
         )  # fmt: skip
 
     def _request(self, commit: Commit, issues: Issues) -> tuple[Report, str]:
@@ -185,13 +187,15 @@ class History:
         return found
 
     def _list(self, commit: str) -> dict[str, str]:
-        """Text files of a commit by path, no links: "HASH SIZE"."""
+        """Text files and license files of a commit by path, no links: "HASH SIZE"."""
         found: dict[str, str] = {}
         for entry in self.git.entries("ls-tree", "-r", "-z", "--long", "--full-tree", commit):
             meta, _, name = entry.partition(b"\t")
             mode, kind, sha, size = meta.decode("ascii", "replace").split()
             path = os.fsdecode(name)
-            if kind == "blob" and mode in ("100644", "100755") and size.isdigit() and text_type(path):
+            if kind != "blob" or mode not in ("100644", "100755") or not size.isdigit():
+                continue
+            if text_type(path) or _LICENSE.match(path):
                 found[path] = f"{sha} {size}"
         return found
 

@@ -195,6 +195,24 @@ def test_a_hostile_change_is_counted(
         monkeypatch.undo()
 
 
+def test_the_license_is_that_of_the_state_before(history: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
+    root = shutil.copytree(history[0], tmp_path / "copy")
+    texts = (
+        "Permission is hereby granted, free of charge, to any person obtaining a copy",
+        "GNU General Public License",
+    )
+    commit(root, "Choose one", {"COPYING": texts[0], "LICENSE": None})
+    shas = [commit(root, f"{n}\n\n{LONG}", {"src/colour.py": f"C = {n}\n", "COPYING": texts[n]}) for n in (1, 0)]
+    found = made_rows(SourceConfig(name="s", path=f"git:{root}", license="Zlib"))
+    said = [found[sha[:12]] for sha in (*shas, history[1]["fix"])]
+    assert [row.more["license"] for row in said if isinstance(row, Text)] == ["MIT", "GPL-2.0-or-later", ""]
+    assert all(isinstance(row, Text) and "File: COPYING" not in row.text for row in said)
+    assert {
+        one.license
+        for one in list_inputs(SourceConfig(name="s", path=f"git:{root}", license="Zlib", changes=ChangesConfig()))[0]
+    } == {"Zlib"}
+
+
 def package(folder: Path, patches: dict[str, str], files: dict[str, str], changelog: str = "") -> Path:
     """A source package in the format 3.0 (quilt), as dpkg-source would write it."""
 
