@@ -12,7 +12,7 @@ import tarfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from hashlib import blake2b
+from hashlib import blake2b, file_digest
 from pathlib import Path
 from typing import IO, cast
 
@@ -37,10 +37,12 @@ _MOST_TREE = 512 << 20
 
 @dataclass(frozen=True)
 class Archives:
-    """The files of a source package: the original tarball and the packaging. `missing` says why there are none."""
+    """The files of a source package: the original tarball and the packaging, and their SHA-256. `missing` says why
+    there are none."""
 
     original: Path | None = None
     packaging: Path | None = None
+    sums: tuple[str, ...] = ()
     missing: str = ""
 
 
@@ -61,9 +63,10 @@ def archives(dsc: Path) -> Archives:
     if len(packaging) != 1 or len(original) != 1:
         return Archives(missing="dsc_format")
     for name in (*packaging, *original):
-        if not (dsc.parent / name).is_file():
+        if (dsc.parent / name).is_symlink() or not (dsc.parent / name).is_file():
             return Archives(missing="dsc_incomplete")
-    return Archives(dsc.parent / original[0], dsc.parent / packaging[0])
+    places = dsc.parent / original[0], dsc.parent / packaging[0]
+    return Archives(*places, (sums[original[0]], sums[packaging[0]]))
 
 
 def package_changes(dsc: Path, name: str, limits: LimitConfig, issues: Issues) -> Iterator[Change | tuple[str, str]]:
@@ -72,6 +75,10 @@ def package_changes(dsc: Path, name: str, limits: LimitConfig, issues: Issues) -
     found = archives(dsc)
     if found.original is None or found.packaging is None:
         raise Refused(found.missing)
+    for archive, digest in zip((found.original, found.packaging), found.sums, strict=True):
+        with opened(archive, limits.input_bytes) as file:
+            if file_digest(file, "sha256").hexdigest() != digest:
+                raise Refused("damaged")
     files = _texts(_stripped(_members(found.original, limits, lambda path: text_type(path) is not None)))
     texts = _texts(_members(found.packaging, limits, lambda path: path.startswith("debian/")))
     repository, _, version = dsc.name.removesuffix(".dsc").partition("_")
@@ -80,23 +87,26 @@ def package_changes(dsc: Path, name: str, limits: LimitConfig, issues: Issues) -
     keys = {path: _key(text) for path, text in files.items()}
     contents = {keys[path]: text for path, text in files.items()}
     del files
-    tree = Tree(keys, contents.get)
+    tree, left_out = Tree(keys, contents.get), ""
     for patch in _series(texts.get("debian/patches/series", ""))[:_MOST_PATCHES]:
         place, text = f"{name}/{patch}", texts.get(f"debian/patches/{patch}")
         if text is None:
+            left_out = " that apply"
             yield place, "patch_missing"
             continue
         try:
             diffs = parse_diff(text)
             updates = _updates(tree, diffs)
         except PatchError:
+            left_out = " that apply"
             yield place, "patch_does_not_apply"
             continue
         shown = [diff for diff in diffs if text_type(diff.path) and not VENDORED.search(diff.path)]
         if shown:
             issue, request = described(text, patch, changelog, issues)
             yield Change(
-                place, repository, f"{version}, with the patches before {patch}", Tree(dict(keys), contents.get),
+                place, repository, f"{version}, with the patches before {patch}{left_out}",
+                Tree(dict(keys), contents.get),
                 "".join(f"diff --git a/{diff.old or diff.path} b/{diff.path}\n{diff.text}" for diff in shown),
                 {diff.path: sum(_changed_lines(diff)) for diff in shown}, issue, request, more={"license": license},
             )  # fmt: skip
@@ -125,7 +135,8 @@ def described(patch: str, name: str, changelog: str, issues: Issues) -> tuple[tu
     body = without_trailers("\n\n".join(part for part in (body.strip(), free.strip()) if part))
     links = " ".join(value for key, values in fields.items() if key.startswith("bug") for value in values)
     bugs = list(dict.fromkeys(int(a or b) for a, b in _BUG.findall(links)))
-    noted = [item for item in _items(changelog) if name in item or any(f"#{bug}" in item for bug in bugs)]
+    named = re.compile("|".join([rf"(?<![\w.-]){re.escape(name)}(?![\w-])", *(rf"#{bug}\b" for bug in bugs)]))
+    noted = [item for item in _items(changelog) if named.search(item)]
     for item in noted:
         for closed in _CLOSES.findall(item):
             bugs += [int(number) for number in re.findall(r"\d+", closed) if int(number) not in bugs]

@@ -145,7 +145,7 @@ class History:
         diff = "\n".join(line for line in raw.decode("utf-8", "replace").split("\n") if not line.startswith("index "))
         request, bodies = self._request(commit, issues)
         added = "\n".join(line[1:] for line in diff.split("\n") if line.startswith("+"))
-        numbers = linked("\n".join([bodies, added]))
+        numbers = linked("\n".join([bodies, added]), repository)
         found = tuple(one for number in numbers if (one := issues.get(number)) and one.kind.startswith("Issue"))
         return Change(
             name, repository, parent[:12], Tree(keys, self._text), diff, changed, found, request,

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 
 _HUNK = re.compile(r"^@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 _TOO_MANY = "its hunks fit at too many lines to look at all"
+_ESCAPE = re.compile(rb"\\([0-7]{3}|.)")
+_ESCAPES = dict(zip((b"a", b"b", b"t", b"n", b"v", b"f", b"r"), map(bytes, zip(range(7, 14))), strict=True))
+"""How git writes paths with such characters, in quotes."""
 _MOST_LINES, _MOST_DIGITS = 1 << 20, 9
 _MOST_WORK = 1 << 22
 """Lines that are looked at to find the hunks of one file."""
@@ -69,12 +72,20 @@ def parse_diff(text: str) -> list[FileDiff]:
 
 def _path(line: str) -> str | None:
     path = line[4:].split("\t", 1)[0].rstrip()
+    if path.startswith('"') and path.endswith('"'):
+        raw = _ESCAPE.sub(_unescaped, path[1:-1].encode("utf-8", "surrogateescape"))
+        path = raw.decode("utf-8", "surrogateescape")
     if path == "/dev/null":
         return None
     inner = path.partition("/")[2]
     if not inner or ".." in inner.split("/") or inner.startswith("/"):
         raise PatchError(f"the path {path:.80} is outside the tree")
     return inner
+
+
+def _unescaped(found: re.Match[bytes]) -> bytes:
+    code = found[1]
+    return bytes([int(code, 8) & 255]) if code.isdigit() else _ESCAPES.get(code, code)
 
 
 def _hunk(head: re.Match[str], lines: Sequence[str], at: int) -> tuple[Hunk, int]:
@@ -106,6 +117,15 @@ def _hunk(head: re.Match[str], lines: Sequence[str], at: int) -> tuple[Hunk, int
 def applied(text: str | None, diff: FileDiff) -> str | None:
     """The file after the diff; None for no file. A hunk may be found at other lines than it says, as by dpkg-source,
     but all of its lines must be there. Raises PatchError if it does not apply."""
+    return _applied(text, diff)[0]
+
+
+def spans(text: str | None, diff: FileDiff) -> list[tuple[int, int]]:
+    """First line (counted from 0) and end of the lines of a file where `applied` finds each hunk. Raises PatchError."""
+    return _applied(text, diff)[1]
+
+
+def _applied(text: str | None, diff: FileDiff) -> tuple[str | None, list[tuple[int, int]]]:
     made = bool(diff.hunks) and not diff.hunks[0].start and not diff.hunks[0].old
     if not (diff.old is None or made) if text is None else diff.old is None:
         raise PatchError(f"{diff.path}: the file {'does not exist' if text is None else 'exists already'}")
@@ -115,7 +135,8 @@ def applied(text: str | None, diff: FileDiff) -> str | None:
         ended = True
     else:
         ended = False
-    shift = least = 0
+    shift = least = grown = 0
+    found: list[tuple[int, int]] = []
     room = [_MOST_WORK]
     for hunk in diff.hunks:
         room[0] -= len(lines) >> 6  # that the lines after a hunk move
@@ -124,12 +145,12 @@ def applied(text: str | None, diff: FileDiff) -> str | None:
             raise PatchError(f"{diff.path}: the hunk at line {hunk.start} does not apply")
         whole = at + len(hunk.old) == len(lines)
         lines[at : at + len(hunk.old)] = hunk.new
+        found.append((at - grown, at - grown + len(hunk.old)))
+        grown += len(hunk.new) - len(hunk.old)
         ended = hunk.new_end if whole else ended
         shift = at + len(hunk.new) - (max(hunk.start - 1, 0) if hunk.old else hunk.start) - len(hunk.old)
         least = at + len(hunk.new)
-    if diff.new is None:
-        return None
-    return "\n".join(lines) + ("\n" if ended and lines else "")
+    return None if diff.new is None else "\n".join(lines) + ("\n" if ended and lines else ""), found
 
 
 def _place(lines: list[str], wanted: list[str], guess: int, least: int, room: list[int]) -> int | None:

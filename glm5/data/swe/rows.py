@@ -10,7 +10,7 @@ from glm5.config.corpus import ChangesConfig
 from glm5.data.corpus.text import Found, Skipped, Text, tidy
 from glm5.data.swe.change import Change, Report, is_code, text_type
 from glm5.data.swe.issues import Issues
-from glm5.data.swe.patching import PatchError, parse_diff
+from glm5.data.swe.patching import PatchError, parse_diff, spans
 from glm5.data.swe.related import Retriever
 
 REASONS = {
@@ -152,18 +152,15 @@ def _file(path: str, text: str) -> str:
 
 
 def _around(change: Change, path: str, text: str) -> list[str]:
-    """Excerpts of a file around the hunks of its diff, the longest first."""
+    """Excerpts of a file around the places where the hunks of its diff apply, the longest first."""
     try:
-        spans = [
-            (hunk.start - 1, hunk.start - 1 + len(hunk.old))
-            for diff in parse_diff(change.diff) if diff.old == path for hunk in diff.hunks
-        ]  # fmt: skip
+        places = [place for diff in parse_diff(change.diff) if diff.old == path for place in spans(text, diff)]
     except PatchError:
         return []
     lines = text.split("\n")
     found = []
     for context in _CONTEXT:
-        kept = {at for low, high in spans for at in range(max(0, low - context), min(len(lines), high + context))}
+        kept = {at for low, high in places for at in range(max(0, low - context), min(len(lines), high + context))}
         shown: list[str] = []
         for at in sorted(kept):
             if at and at - 1 not in kept:

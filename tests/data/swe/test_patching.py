@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from glm5.data.swe.issues import Issues, without_trailers
-from glm5.data.swe.patching import PatchError, applied, parse_diff
+from glm5.data.swe.patching import PatchError, applied, parse_diff, spans
 
 LINES = st.lists(st.sampled_from(["a", "b", "c", "", "-d", "+e", " f", "@@ x"]), max_size=30)
 
@@ -40,6 +40,14 @@ def test_a_hunk_is_found_at_other_lines(added: list[str], at: int) -> None:
     moved = "\n".join([*lines[:at], *added, *lines[at:]])
     wanted = moved.replace("line 20\n", "line twenty\n").replace("line 33\n", "")
     assert applied(moved, parse_diff(diff(old, new))[0]) == wanted
+
+
+def test_paths_in_quotes_and_places_of_hunks() -> None:
+    old = "".join(f"line {n}\n" for n in range(40))
+    new = old.replace("line 20\n", "").replace("line 33\n", "line 33\nmore\n")
+    found = parse_diff(diff(old, new, r'"a/gro\303\237 \"x\".py"', r'"b/gro\303\237 \"x\".py"'))[0]
+    assert found.path == 'groß "x".py'
+    assert spans(f"first\n{old}", found) == [(18, 25), (32, 38)]
 
 
 def test_files_come_and_go() -> None:

@@ -20,7 +20,7 @@ from glm5.config.corpus import ChangesConfig, LimitConfig, SourceConfig
 from glm5.data.corpus.plan import Input, list_inputs
 from glm5.data.corpus.text import Skipped, Text
 from glm5.data.swe.change import Change
-from glm5.data.swe.debian import package_changes
+from glm5.data.swe.debian import archives, described, package_changes
 from glm5.data.swe.history import History
 from glm5.data.swe.inputs import rows
 from glm5.data.swe.issues import Issues, linked, read_issues, without_trailers
@@ -255,8 +255,8 @@ def test_patches_of_a_debian_package(tmp_path: Path) -> None:
     # More than what is decompressed at once: xz once gave short reads, and then the archive seemed damaged.
     big = random.Random(0).randbytes(1 << 17).hex()
     files = {"src/main.c": main, "src/two.c": "int record;\n", "src/big.c": big}
-    patches = {f"{at}.patch": PATCH.format(at=at, long=LONG) for at in (1, 3)}
-    patches["huge.patch"] = PATCH.format(at="9" * 5000, long=LONG)
+    patches = {"1.patch": PATCH.format(at=1, long=LONG), "huge.patch": PATCH.format(at="9" * 5000, long=LONG)}
+    patches["3.patch"] = PATCH.format(at=3, long=LONG)
     patches |= {"bad.patch": PATCH.format(at=1, long=LONG), "docs.patch": "Subject: x\n\n--- a/x.1\n+++ b/x.1\n"}
     log = "p (1-1) sid; urgency=low\n\n  * 3.patch: as upstream. (Closes: #7)\n  * closes: #{}\n\n -- A B <a@b>  Mon\n"
     log = log.format("1" * 5000)
@@ -273,6 +273,7 @@ def test_patches_of_a_debian_package(tmp_path: Path) -> None:
     before, own = row.text[: row.more["own"]], row.text[row.more["own"] :]
     assert "int c1;" in before and "int c3;" not in before and "+int c3;" in own
     assert own.startswith("Debian bug #123456, #7: Keep the last record\nThe parser returns")
+    assert "with the patches before 3.patch that apply\n" in before
     assert "3.patch: as upstream. (Closes: #7)" in own and "src/two.c" in before
     one = list_inputs(SourceConfig(name="s", path=str(folder), changes=ChangesConfig()))[0][0]
     (folder / "p_1.orig.tar.xz").write_bytes(b"other")
@@ -280,6 +281,10 @@ def test_patches_of_a_debian_package(tmp_path: Path) -> None:
         one.check()
     broken = list(rows(one, Rows(ChangesConfig(), Issues(), TOKENIZER), LimitConfig()))
     assert [row.reason for row in broken if isinstance(row, Skipped)] == ["damaged"]
+    assert archives(folder / "p_1-1.dsc").original == folder / "p_1.orig.tar.xz"
+    (folder / "p_1.orig.tar.xz").rename(tmp_path / "elsewhere")
+    (folder / "p_1.orig.tar.xz").symlink_to(tmp_path / "elsewhere")
+    assert archives(folder / "p_1-1.dsc").missing == "dsc_incomplete"
 
 
 def test_two_versions_of_a_package(tmp_path: Path) -> None:
@@ -307,7 +312,11 @@ def test_packages_that_cannot_be_used_are_counted(tmp_path: Path) -> None:
 
 
 def test_issue_links_and_signatures() -> None:
-    assert linked("Fixes #12, closes: owner/name#3. See #4. Resolved issue #5 :issue:`6`") == [12, 3, 5, 6]
+    text = "Fixes #12, closes: owner/name#3. See #4. Resolved issue #5 :issue:`6` fixes owner/other#7"
+    assert linked(text, "Name.git") == [12, 3, 5, 6]
+    log = "\n  * Closes: #1001\n  * 13.patch: no\n  * debian/patches/3.patch: yes\n  * Bug #100 is fixed\n"
+    request = described("Bug: https://bugs.debian.org/100\n", "3.patch", log, Issues())[1]
+    assert request.body == "debian/patches/3.patch: yes\nBug #100 is fixed"
     assert without_trailers("Text.\n\nCo-authored-by: A <a@b>\nSigned-off-by: C <c@d>") == "Text."
 
 
