@@ -2,18 +2,24 @@
 
 A repository is untrusted input: its configuration can name programs that git would run. We call only `rev-parse`,
 `ls-tree`, `cat-file`, and for its history `rev-list` and `diff-tree`, which need no working tree and no index. Hooks,
-monitors, pagers, replacement objects and every transport are switched off. No variable of the caller's environment
-redirects git elsewhere.
+monitors, pagers, replacement objects, grafts and every transport are switched off. No variable of the caller's
+environment and no setting of the repository redirects git to files elsewhere. Each process has limits on time and
+memory.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import resource
 import shutil
+import stat
 import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -21,8 +27,17 @@ from typing import IO
 from glm5.data.documents import Document, ReadReport
 from glm5.data.readers import TEXT_SUFFIXES, is_hidden, text_document
 from glm5.errors import DataError
+from glm5.files import read_small
 
-_SETTINGS = ("core.fsmonitor=false", f"core.hooksPath={os.devnull}", "core.pager=cat", "protocol.allow=never")
+_SETTINGS = (
+    "core.fsmonitor=false", f"core.hooksPath={os.devnull}", "core.pager=cat", "protocol.allow=never",
+    f"core.attributesFile={os.devnull}", f"core.excludesFile={os.devnull}", f"mailmap.file={os.devnull}",
+    f"diff.orderFile={os.devnull}", "core.commitGraph=false", "core.quotePath=false", "diff.suppressBlankEmpty=false",
+)  # fmt: skip
+_SECONDS, _MEMORY = 600.0, 2 << 30
+"""Limits of one process: seconds, and bytes of memory of its own."""
+_INCLUDE = re.compile(rb"\[include", re.IGNORECASE)
+_MOST_CONFIG = 1 << 20
 _FILE_MODES = ("100644", "100755")
 _MAX_LISTING = 256 << 20
 """Bytes of paths, hashes and sizes of one commit: 25 times those of the Linux kernel."""
@@ -82,6 +97,10 @@ def _split(location: str) -> tuple[Path, str]:
     return Path(path).resolve(), revision
 
 
+class TooLong(DataError):
+    """The output of a command is longer than it may be."""
+
+
 class Git:
     """Calls git in a repository that is not trusted."""
 
@@ -95,6 +114,8 @@ class Git:
         # Without the ceiling git would also look for a repository in parent folders.
         self.environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")} | {
             "GIT_CONFIG_NOSYSTEM": "1",
+            "GIT_ATTR_NOSYSTEM": "1",
+            "GIT_GRAFT_FILE": os.devnull,
             "GIT_CEILING_DIRECTORIES": str(path.parent),
             "GIT_OPTIONAL_LOCKS": "0",
             "GIT_TERMINAL_PROMPT": "0",
@@ -105,7 +126,17 @@ class Git:
 
     def stay_inside(self) -> None:
         """Raise DataError for a repository with files outside its folder: a given folder is not trusted to name others,
-        as a worktree's `.git` file and a clone's list of alternates do."""
+        as a worktree's `.git` file, a clone's list of alternates and included settings do."""
+        home = self.path / ".git" if (self.path / ".git").exists() else self.path
+        for config in (home / "config", home / "config.worktree"):
+            try:
+                text = read_small(config, _MOST_CONFIG)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError:
+                raise DataError(f"{config} is no plain file of settings.") from None
+            if _INCLUDE.search(text):
+                raise DataError(f"{config} includes another file of settings; take that out.")
         for name in ("--absolute-git-dir", "--git-common-dir"):
             where = (self.path / os.fsdecode(self.call("rev-parse", name).rstrip(b"\n"))).resolve()
             if not where.is_relative_to(self.path) or (where / "objects" / "info" / "alternates").exists():
@@ -114,44 +145,66 @@ class Git:
                 )
             link = next(_links(where), None)
             if link is not None:
-                raise DataError(f"{self.path}: {link} is a link, so content may be elsewhere; use a plain clone.")
+                raise DataError(
+                    f"{self.path}: {link} is a link or a device, so content may be elsewhere; use a plain clone."
+                )
 
-    def call(self, *arguments: str) -> bytes:
-        """Standard output of a command. Raises DataError with git's first error line for a command that fails."""
-        done = subprocess.run(
-            [*self.command, *arguments], env=self.environment, stdin=subprocess.DEVNULL, capture_output=True
-        )
-        self._check(done.returncode, done.stderr)
-        return b"" if done.returncode else done.stdout
+    def call(self, *arguments: str, most: int = _MAX_LISTING) -> bytes:
+        """Standard output of a command. Raises DataError with git's first error line for a command that fails,
+        TooLong for an output of more than `most` bytes."""
+        return b"".join(self._pieces(arguments, most))
 
     def entries(self, *arguments: str) -> Iterator[bytes]:
         """Parts of a command's output between NUL bytes. Raises DataError as `call` does, and for an output that is
         longer than a listing may be."""
-        command, rest, size = [*self.command, *arguments], b"", 0
-        with (
-            tempfile.TemporaryFile() as errors,
-            subprocess.Popen(
-                command, env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors
-            ) as process,
-        ):
+        rest = b""
+        for piece in self._pieces(arguments, _MAX_LISTING):
+            if len(rest) > _MAX_ENTRY:
+                raise DataError(f"{self.path} lists a path of more than {_MAX_ENTRY:,} bytes; read it as a folder.")
+            *found, rest = (rest + piece).split(b"\0") if b"\0" in piece else (rest + piece,)
+            yield from found
+
+    def _pieces(self, arguments: Sequence[str], most: int) -> Iterator[bytes]:
+        size = 0
+        with tempfile.TemporaryFile() as errors, self._process(arguments, errors, subprocess.DEVNULL) as process:
             assert process.stdout is not None  # a pipe
+            clock = threading.Timer(_SECONDS, process.kill)
+            clock.start()
             try:
                 while piece := process.stdout.read(_LISTED_BYTES):
                     size += len(piece)
-                    if size > _MAX_LISTING or len(rest) > _MAX_ENTRY:
-                        raise DataError(
-                            f"{self.path} lists more than {_MAX_LISTING:,} bytes of paths in one commit, or one of "
-                            f"more than {_MAX_ENTRY:,}; read a smaller checkout as a folder."
+                    if size > most:
+                        raise TooLong(
+                            f"{self.path} lists more than {most:,} bytes of paths in one commit, or of changes; read a "
+                            "smaller checkout as a folder."
                         )
-                    *found, rest = (rest + piece).split(b"\0") if b"\0" in piece else (rest + piece,)
-                    yield from found
+                    yield piece
                 code = process.wait()
             finally:
-                process.kill()
+                clock.cancel()
             errors.seek(0)
             self._check(code, errors.read(1000))
 
+    @contextmanager
+    def _process(
+        self, arguments: Sequence[str], errors: IO[bytes] | int, asked: int
+    ) -> Iterator[subprocess.Popen[bytes]]:
+        """git with limits on memory and time, killed at the end."""
+        with subprocess.Popen(
+            [*self.command, *arguments], env=self.environment, stdin=asked, stdout=subprocess.PIPE, stderr=errors
+        ) as process:
+            try:
+                if sys.platform == "linux":  # what is mapped only to be read, such as packs, does not count
+                    with suppress(ProcessLookupError):
+                        resource.prlimit(process.pid, resource.RLIMIT_DATA, (_MEMORY, _MEMORY))
+                        resource.prlimit(process.pid, resource.RLIMIT_CPU, (int(_SECONDS), int(_SECONDS) + 1))
+                yield process
+            finally:
+                process.kill()
+
     def _check(self, code: int, errors: bytes) -> None:
+        if code < 0:
+            raise DataError(f"git was stopped reading {self.path}: it took {_SECONDS:.0f} s or {_MEMORY >> 20:,} MiB.")
         said = errors.decode("utf-8", "replace").strip()
         if code and said:
             raise DataError(f"git cannot read {self.path}: {said.splitlines()[0][:300]}")
@@ -159,25 +212,17 @@ class Git:
     @contextmanager
     def objects(self) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
         """A process that answers object names with their content."""
-        command = [*self.command, "cat-file", "--batch"]
-        with subprocess.Popen(
-            command,
-            env=self.environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        ) as process:
+        with self._process(("cat-file", "--batch"), subprocess.DEVNULL, subprocess.PIPE) as process:
             assert process.stdin is not None and process.stdout is not None  # both are pipes
-            try:
-                yield process.stdin, process.stdout
-            finally:
-                process.kill()
+            yield process.stdin, process.stdout
 
 
 def _links(folder: Path) -> Iterator[Path]:
-    """Symbolic links among the files of a repository (hooks excepted: they are never run here)."""
+    """Links, pipes and devices among the files of a repository (hooks excepted: they are never run here)."""
     for place, folders, files in os.walk(folder):
-        yield from (Path(place, name) for name in (*folders, *files) if Path(place, name).is_symlink())
+        for path in (Path(place, name) for name in (*folders, *files)):
+            if not (stat.S_ISREG(mode := path.lstat().st_mode) or stat.S_ISDIR(mode)):
+                yield path
         if Path(place) == folder and "hooks" in folders:
             folders.remove("hooks")
 

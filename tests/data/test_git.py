@@ -209,6 +209,30 @@ def test_no_program_of_the_repository_runs(repository: Path, tmp_path: Path) -> 
     assert marker.exists()
 
 
+def test_settings_of_the_repository_lead_nowhere(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = repository / "pipe"
+    os.mkfifo(pipe)
+    monkeypatch.setattr(git_module, "_SECONDS", 20.0)
+    for place in (pipe, "/dev/zero"):
+        for key in ("core.attributesFile", "core.excludesFile", "diff.orderFile", "mailmap.file"):
+            git(repository, "config", key, str(place))
+        opened, commit = git_module.open_git(str(repository))
+        assert b"+one, changed" in opened.call("diff-tree", "-p", "v1", commit)
+    head, plain = repository / ".git" / "HEAD", (repository / ".git" / "config").read_text()
+    for section in ("include", '[core][IncludeIf "gitdir:**"'[1:]):
+        (repository / ".git" / "config").write_text(f"{plain}[{section}]path=/dev/zero\n")
+        with pytest.raises(DataError, match="includes another file"):
+            read(f"git:{repository}")
+    (repository / ".git" / "config").write_text(plain)
+    (repository / ".git" / "info" / "pipe").symlink_to(pipe)
+    with pytest.raises(DataError, match="a link or a device"):
+        read(f"git:{repository}")
+    pipe.rename(head)
+    monkeypatch.setattr(git_module, "_SECONDS", 0.3)
+    with pytest.raises(DataError, match="was stopped"):
+        read(f"git:{repository}")
+
+
 def test_neither_environment_nor_replacements_change_what_is_read(
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,5 +267,5 @@ def test_a_repository_elsewhere_is_not_read(repository: Path, tmp_path: Path) ->
         other.exists() or other.touch()
         shutil.rmtree(own) if own.is_dir() else own.unlink(missing_ok=True)
         own.symlink_to(other)
-        with pytest.raises(DataError, match="is a link, so content may be elsewhere"):
+        with pytest.raises(DataError, match="is a link or a device, so content may be elsewhere"):
             list(read_source(f"git:{linked}"))

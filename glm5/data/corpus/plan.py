@@ -175,7 +175,7 @@ def _history(source: SourceConfig, skipped: Counter[str]) -> Iterator[Input]:
     with History(source.path.removeprefix(GIT), _MOST_GIT) as history:
         shas, left_out = history.changes(source.changes.newest)
         skipped.update(left_out)
-        place, license = f"{GIT}{history.git.path}", history.license() or source.license or ""
+        place, license = f"{GIT}{history.git.path}", source.license or ""
         size = max(1, history.size() // max(1, len(shas)))
         name = f"{source.name}/{history.git.path.name}"
         for start in range(0, len(shas), _CHANGES):

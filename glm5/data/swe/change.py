@@ -32,7 +32,7 @@ class Report:
 @dataclass(frozen=True)
 class Tree:
     """The text files of a repository before a change: a key of the content by path, and the text of a key (None if it
-    is no text or too large). Equal keys mean equal content."""
+    is no text or too large). Equal keys mean equal content, also in other trees and repositories."""
 
     keys: Mapping[str, str]
     text: Callable[[str], str | None]

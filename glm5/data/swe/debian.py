@@ -10,7 +10,9 @@ from __future__ import annotations
 import re
 import tarfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import blake2b, file_digest
 from pathlib import Path
 from typing import IO, cast
 
@@ -27,18 +29,20 @@ _MOST_DSC, _MOST_PATCHES = 1 << 20, 2000
 _FILE = re.compile(r"^ ([0-9a-f]{64}) (\d+) ([A-Za-z0-9][A-Za-z0-9.+~_:-]*)$", re.MULTILINE)
 _FIELD = re.compile(r"^(\w[\w-]*):[ \t]*(.*(?:\n[ \t].*)*)", re.MULTILINE)
 _DESCRIBED = ("description", "subject")
-_BUG = re.compile(r"bugs\.debian\.org/(?:cgi-bin/bugreport\.cgi\?bug=)?(\d{3,8})|#(\d{3,8})")
-_CLOSES = re.compile(r"closes:\s*((?:bug)?#?\s*\d+(?:,\s*(?:bug)?#?\s*\d+)*)", re.IGNORECASE)
+_BUG = re.compile(r"bugs\.debian\.org/(?:cgi-bin/bugreport\.cgi\?bug=)?(\d{3,8})\b|#(\d{3,8})\b")
+_CLOSES = re.compile(r"closes:\s*((?:bug)?#?\s*\d{1,9}\b(?:,\s*(?:bug)?#?\s*\d{1,9}\b)*)", re.IGNORECASE)
 _MOST_TREE = 512 << 20
 """Bytes of the text files of a package, which are in memory at once."""
 
 
 @dataclass(frozen=True)
 class Archives:
-    """The files of a source package: the original tarball and the packaging. `missing` says why there are none."""
+    """The files of a source package: the original tarball and the packaging, and their SHA-256. `missing` says why
+    there are none."""
 
     original: Path | None = None
     packaging: Path | None = None
+    sums: tuple[str, ...] = ()
     missing: str = ""
 
 
@@ -59,53 +63,62 @@ def archives(dsc: Path) -> Archives:
     if len(packaging) != 1 or len(original) != 1:
         return Archives(missing="dsc_format")
     for name in (*packaging, *original):
-        if not (dsc.parent / name).is_file():
+        if (dsc.parent / name).is_symlink() or not (dsc.parent / name).is_file():
             return Archives(missing="dsc_incomplete")
-    return Archives(dsc.parent / original[0], dsc.parent / packaging[0])
+    places = dsc.parent / original[0], dsc.parent / packaging[0]
+    return Archives(*places, (sums[original[0]], sums[packaging[0]]))
 
 
 def package_changes(dsc: Path, name: str, limits: LimitConfig, issues: Issues) -> Iterator[Change | tuple[str, str]]:
-    """The patches of a source package as changes; of one that cannot be used its name and the reason. Raises
-    Refused."""
+    """The patches of a source package as changes; of one that cannot be used its name and the reason. The files of a
+    change can be read until the next one is asked for. Raises Refused."""
     found = archives(dsc)
     if found.original is None or found.packaging is None:
         raise Refused(found.missing)
-    original = _members(found.original, limits, lambda path: text_type(path) is not None)
-    packaging = _members(found.packaging, limits, lambda path: path.startswith("debian/"))
-    files = {path: text for path, raw in _stripped(original).items() if (text := _decoded(raw)) is not None}
-    texts = {path: text for path, raw in packaging.items() if (text := _decoded(raw)) is not None}
+    for archive, digest in zip((found.original, found.packaging), found.sums, strict=True):
+        with opened(archive, limits.input_bytes) as file:
+            if file_digest(file, "sha256").hexdigest() != digest:
+                raise Refused("damaged")
+    files = _texts(_stripped(_members(found.original, limits, lambda path: text_type(path) is not None)))
+    texts = _texts(_members(found.packaging, limits, lambda path: path.startswith("debian/")))
     repository, _, version = dsc.name.removesuffix(".dsc").partition("_")
     license = of_copyright(texts.get("debian/copyright", ""))
     changelog = texts.get("debian/changelog", "")
-    keys = {path: f"{path}\0" for path in files}
+    keys = {path: _key(text) for path, text in files.items()}
     contents = {keys[path]: text for path, text in files.items()}
-    for number, patch in enumerate(_series(texts.get("debian/patches/series", ""))[:_MOST_PATCHES]):
+    del files
+    tree, left_out = Tree(keys, contents.get), ""
+    for patch in _series(texts.get("debian/patches/series", ""))[:_MOST_PATCHES]:
         place, text = f"{name}/{patch}", texts.get(f"debian/patches/{patch}")
         if text is None:
+            left_out = " that apply"
             yield place, "patch_missing"
             continue
         try:
             diffs = parse_diff(text)
-            updates = _updates(files, diffs)
+            updates = _updates(tree, diffs)
         except PatchError:
+            left_out = " that apply"
             yield place, "patch_does_not_apply"
             continue
         shown = [diff for diff in diffs if text_type(diff.path) and not VENDORED.search(diff.path)]
         if shown:
             issue, request = described(text, patch, changelog, issues)
             yield Change(
-                place, repository, f"{version}, with the patches before {patch}", Tree(dict(keys), contents.get),
+                place, repository, f"{version}, with the patches before {patch}{left_out}",
+                Tree(dict(keys), contents.get),
                 "".join(f"diff --git a/{diff.old or diff.path} b/{diff.path}\n{diff.text}" for diff in shown),
                 {diff.path: sum(_changed_lines(diff)) for diff in shown}, issue, request, more={"license": license},
             )  # fmt: skip
         else:
             yield place, "no_text_changed"
+        gone = {keys.pop(path) for path in updates if path in keys}
         for path, after in updates.items():
-            files.pop(path, None)
-            keys.pop(path, None)
             if after is not None:
-                files[path], keys[path] = after, f"{path}\0{number}"
+                keys[path] = _key(after)
                 contents[keys[path]] = after
+        for key in gone.difference(keys.values()):
+            del contents[key]
 
 
 def described(patch: str, name: str, changelog: str, issues: Issues) -> tuple[tuple[Report, ...], Report]:
@@ -122,7 +135,8 @@ def described(patch: str, name: str, changelog: str, issues: Issues) -> tuple[tu
     body = without_trailers("\n\n".join(part for part in (body.strip(), free.strip()) if part))
     links = " ".join(value for key, values in fields.items() if key.startswith("bug") for value in values)
     bugs = list(dict.fromkeys(int(a or b) for a, b in _BUG.findall(links)))
-    noted = [item for item in _items(changelog) if name in item or any(f"#{bug}" in item for bug in bugs)]
+    named = re.compile("|".join([rf"(?<![\w.-]){re.escape(name)}(?![\w-])", *(rf"#{bug}\b" for bug in bugs)]))
+    noted = [item for item in _items(changelog) if named.search(item)]
     for item in noted:
         for closed in _CLOSES.findall(item):
             bugs += [int(number) for number in re.findall(r"\d+", closed) if int(number) not in bugs]
@@ -142,14 +156,14 @@ def _series(text: str) -> list[str]:
     return [line.split()[0] for line in text.split("\n") if line.strip() and not line.lstrip().startswith("#")]
 
 
-def _updates(texts: Mapping[str, str], diffs: list[FileDiff]) -> dict[str, str | None]:
+def _updates(tree: Tree, diffs: list[FileDiff]) -> dict[str, str | None]:
     """The files that a patch changes, after it; None for one that it deletes. Files that we do not read, such as build
     scripts, are passed over. Raises PatchError."""
     found: dict[str, str | None] = {}
     for diff in diffs:
         if text_type(diff.path) is None:
             continue
-        before = {path: found[path] if path in found else texts.get(path) for path in (diff.old, diff.new) if path}
+        before = {path: found[path] if path in found else tree.read(path) for path in (diff.old, diff.new) if path}
         place = next((path for path, text in before.items() if text is not None), diff.path)
         after = applied(before[place], diff)
         found[place] = None
@@ -161,11 +175,17 @@ def _changed_lines(diff: FileDiff) -> Iterator[int]:
     return (line[:1] in "+-" for line in diff.text.split("\n")[2:] if line)
 
 
-def _decoded(raw: bytes) -> str | None:
-    try:
-        return decode(raw)
-    except Refused:
-        return None
+def _key(text: str) -> str:
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def _texts(members: dict[str, bytes]) -> dict[str, str]:
+    """The files that are text; takes them out of `members`, so that both are never in memory whole."""
+    found: dict[str, str] = {}
+    for path in list(members):
+        with suppress(Refused):
+            found[path] = decode(members.pop(path))
+    return found
 
 
 def _stripped(members: Mapping[str, bytes]) -> dict[str, bytes]:

@@ -15,18 +15,24 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 
+from glm5.config.corpus import ChangesConfig
 from glm5.data.corpus.licenses import recognised
 from glm5.data.corpus.spdx import all_of
 from glm5.data.corpus.streams import Refused
 from glm5.data.corpus.text import decode
-from glm5.data.git import open_git
+from glm5.data.git import TooLong, open_git
 from glm5.data.swe.change import VENDORED, Change, Report, Tree, text_type
 from glm5.data.swe.issues import BOT, BOT_TITLE, Issues, linked, without_trailers
 from glm5.errors import DataError
 
 _MERGED = re.compile(r"^Merge pull request #(\d{1,9})\b.*|^.*\(#(\d{1,9})\)\s*$")
+_LICENSE = re.compile(r"(?:licen|unlicen|copying|copyright)[^/]*\Z", re.IGNORECASE)
 _MOST_MESSAGE, _MOST_COMMITS = 1 << 16, 20
 """Bytes of a message, and commits of a pull request whose messages count."""
+_MOST_PATHS = 1 << 16
+"""Bytes of the changed paths, which git gets as arguments."""
+_MOST_PASSED = 64 << 20
+"""Bytes of an object that are passed over."""
 _KEPT = 4096
 
 
@@ -53,8 +59,12 @@ class History:
     def __init__(self, location: str, most_bytes: int) -> None:
         self.git, self.head = open_git(location)
         self.most_bytes = most_bytes
+        # A file above the limit counts as binary, and git does not load it.
+        large = f"core.bigFileThreshold={most_bytes}"
+        self._diff = "--literal-pathspecs", "-c", large, "diff-tree", "-r", "--no-ext-diff", "--no-textconv"
         self._stack = ExitStack()
         self._text, self._listing = lru_cache(_KEPT)(self._read_text), lru_cache(8)(self._list)
+        self._recognised = lru_cache(_KEPT)(lambda key: recognised(self._read_text(key) or ""))
 
     def __enter__(self) -> History:
         self._ask, self._answer = self._stack.enter_context(self.git.objects())
@@ -67,9 +77,13 @@ class History:
         """Hashes of the newest `most` commits that are changes, oldest first, and why other commits are none."""
         listed = self.git.call("rev-list", "--parents", "--topo-order", self.head).decode("ascii").split("\n")
         parents = {sha: tuple(rest) for sha, *rest in map(str.split, filter(None, listed))}
-        main = [self.head]
-        while parents[main[-1]]:
-            main.append(parents[main[-1]][0])
+        main: list[str] = []
+        following: tuple[str, ...] = (self.head,)
+        while following:
+            if following[0] not in parents:
+                raise DataError(f"{self.git.path} is damaged: the history of {self.head} has no beginning.")
+            main.append(following[0])
+            following = parents[main[-1]]
         seen, found, skipped = set[str](), list[str](), Counter[str]()
         for sha in reversed(main):
             side = _reached(parents, parents[sha][1:], seen)
@@ -87,11 +101,10 @@ class History:
         skipped["older"] += max(0, len(found) - (most or len(found)))
         return found[-most:] if most else found, +skipped
 
-    def license(self) -> str:
-        """The license of the newest commit by its license files; empty if they say nothing that is known."""
-        files = self._listing(self.head)
-        said = [p for p in files if "/" not in p and p.lower().startswith(("licen", "copying", "copyright"))]
-        return all_of(recognised(self._text(files[path]) or "") for path in said)
+    def license(self, commit: str) -> str:
+        """The license of a commit by its license files; empty if they say nothing that is known."""
+        files = self._listing(commit)
+        return all_of(self._recognised(files[path]) for path in files if _LICENSE.match(path))
 
     def size(self) -> int:
         """Bytes of the newest commit's text files."""
@@ -99,7 +112,7 @@ class History:
 
     def commit(self, sha: str) -> Commit:
         """The commit of a hash."""
-        head, _, message = (self._object(sha, _MOST_MESSAGE) or b"").decode("utf-8", "replace").partition("\n\n")
+        head, _, message = self._object(sha, _MOST_MESSAGE).decode("utf-8", "replace").partition("\n\n")
         lines = head.split("\n")
         author = next((line[7:] for line in lines if line.startswith("author ")), "")
         name, _, rest = author.partition(" <")
@@ -108,27 +121,36 @@ class History:
         parents = tuple(line[7:] for line in lines if line.startswith("parent "))
         return Commit(sha, parents, title.strip(), body.strip(), bot)
 
-    def change(self, sha: str, name: str, repository: str, issues: Issues) -> Change | str:
+    def change(self, sha: str, name: str, repository: str, issues: Issues, config: ChangesConfig) -> Change | str:
         """A commit as a change, or a reason why it is none."""
         commit = self.commit(sha)
         if not commit.parents:
             return "first_commit"
         parent = commit.parents[0]
         before = self._listing(parent)
-        changed = self._changed(parent, sha)
+        names = self._names(parent, sha)
+        if len(names) > config.most_files or sum(len(os.fsencode(path)) for path in names) > _MOST_PATHS:
+            return "too_many_files"
+        changed = self._changed(parent, sha, names) if names else {}
         if not changed:
             return "no_text_changed"
-        keys = {path: before[path] for path in before if _size(before[path]) <= self.most_bytes}
-        arguments = ("diff-tree", "-p", "-M", "--no-ext-diff", "--no-textconv", "--no-color", "-U3", parent, sha, "--")
-        raw = self.git.call("--literal-pathspecs", *arguments, *changed)
+        if sum(changed.values()) > config.most_lines:
+            return "too_many_lines"
+        keys = {path: before[path] for path in before if text_type(path) and _size(before[path]) <= self.most_bytes}
+        arguments = (*self._diff, "-p", "-M", "--no-color", "-U3", parent, sha, "--", *changed)
+        try:
+            raw = self.git.call(*arguments, most=self.most_bytes)
+        except TooLong:
+            return "too_large"
         diff = "\n".join(line for line in raw.decode("utf-8", "replace").split("\n") if not line.startswith("index "))
         request, bodies = self._request(commit, issues)
         added = "\n".join(line[1:] for line in diff.split("\n") if line.startswith("+"))
-        numbers = linked("\n".join([bodies, added]))
+        numbers = linked("\n".join([bodies, added]), repository)
         found = tuple(one for number in numbers if (one := issues.get(number)) and one.kind.startswith("Issue"))
         return Change(
             name, repository, parent[:12], Tree(keys, self._text), diff, changed, found, request,
             revert=commit.title.lower().startswith(("revert", 'merge pull request "revert')),
+            more={"license": self.license(parent)},
         )  # fmt: skip
 
     def _request(self, commit: Commit, issues: Issues) -> tuple[Report, str]:
@@ -136,7 +158,7 @@ class History:
         title, body, number, bot = commit.title, commit.body, commit.request, commit.bot
         if title.startswith("Merge pull request"):
             title, _, body = body.partition("\n")
-        title = re.sub(r"\s*\(#\d+\)$", "", title.strip())
+        title = re.sub(r"\(#\d{1,9}\)$", "", title.strip()).rstrip()
         if len(commit.parents) > 1:
             first, *others = commit.parents
             side = self.git.call("rev-list", "--no-merges", "--reverse", f"^{first}", *others).decode("ascii").split()
@@ -150,25 +172,30 @@ class History:
             return Report(kind, known.title, known.body, bot or known.bot), "\n".join((title, body, known.body))
         return Report(kind, title, body, bot), f"{title}\n{body}"
 
-    def _changed(self, parent: str, sha: str) -> dict[str, int]:
-        """Numbers of changed lines by path, of text files that the repository's people wrote; binary ones are left
-        out."""
+    def _names(self, parent: str, sha: str) -> list[str]:
+        """Paths of changed text files that the repository's people wrote."""
+        entries = self.git.entries("diff-tree", "-r", "-z", "--name-only", "--no-renames", parent, sha)
+        return [path for path in map(os.fsdecode, entries) if text_type(path) and not VENDORED.search(path)]
+
+    def _changed(self, parent: str, sha: str, names: Sequence[str]) -> dict[str, int]:
+        """Numbers of changed lines by path, of some files; binary and too large ones are left out."""
         found: dict[str, int] = {}
-        for entry in self.git.entries("diff-tree", "-r", "-z", "--numstat", "--no-renames", parent, sha):
-            added, _, rest = entry.decode("utf-8", "surrogateescape").partition("\t")
-            removed, _, path = rest.partition("\t")
-            if added.isdigit() and removed.isdigit() and text_type(path) and not VENDORED.search(path):
+        for entry in self.git.entries(*self._diff, "-z", "--numstat", "--no-renames", parent, sha, "--", *names):
+            added, removed, path = os.fsdecode(entry).split("\t", 2)
+            if added.isdigit() and removed.isdigit():
                 found[path] = int(added) + int(removed)
         return found
 
     def _list(self, commit: str) -> dict[str, str]:
-        """Text files of a commit by path, no links: "HASH SIZE"."""
+        """Text files and license files of a commit by path, no links: "HASH SIZE"."""
         found: dict[str, str] = {}
         for entry in self.git.entries("ls-tree", "-r", "-z", "--long", "--full-tree", commit):
             meta, _, name = entry.partition(b"\t")
             mode, kind, sha, size = meta.decode("ascii", "replace").split()
             path = os.fsdecode(name)
-            if kind == "blob" and mode in ("100644", "100755") and size.isdigit() and text_type(path):
+            if kind != "blob" or mode not in ("100644", "100755") or not size.isdigit():
+                continue
+            if text_type(path) or _LICENSE.match(path):
                 found[path] = f"{sha} {size}"
         return found
 
@@ -179,8 +206,16 @@ class History:
         except Refused:
             return None
 
-    def _object(self, sha: str, most: int) -> bytes | None:
-        """The first `most` bytes of an object."""
+    def _object(self, sha: str, most: int) -> bytes:
+        """The first `most` bytes of an object. After one that git cannot read, git starts anew."""
+        try:
+            return self._answered(sha, most)
+        except (DataError, OSError):
+            self._stack.close()
+            self.__enter__()
+            raise
+
+    def _answered(self, sha: str, most: int) -> bytes:
         self._ask.write(sha.encode() + b"\n")
         self._ask.flush()
         header = self._answer.readline(1000).split()
@@ -189,6 +224,8 @@ class History:
         size = int(header[2]) + 1
         content = self._answer.read(min(size, most + 1))
         left = size - len(content)
+        if left > _MOST_PASSED:
+            raise DataError(f"{self.git.path}: {sha:.40} has more than {_MOST_PASSED:,} bytes.")
         while left > 0 and (piece := self._answer.read(min(left, 1 << 20))):
             left -= len(piece)
         if left:

@@ -14,20 +14,30 @@ from glm5.data.swe.debian import package_changes
 from glm5.data.swe.history import History
 from glm5.data.swe.related import Retriever
 from glm5.data.swe.rows import Rows
+from glm5.errors import DataError
+
+_UNFORESEEN = (ValueError, LookupError, RecursionError, OSError)
+"""What parsers of hostile changes may raise: one of them must not end the run."""
 
 
 def rows(one: Input, maker: Rows, limits: LimitConfig) -> Iterator[Found]:
     """The rows of an input, and why other changes give none."""
+    retriever: Retriever | None = None
     try:
-        retriever: Retriever | None = None
         for found in _git(one, maker, limits) if one.path.startswith(GIT) else _package(one, maker, limits):
             if isinstance(found, tuple):
                 yield Skipped(*found)
                 continue
             retriever = retriever or Retriever(found.tree.text)
-            yield maker.row(found, retriever)
+            try:
+                row = maker.row(found, retriever)
+            except (DataError, *_UNFORESEEN):
+                row = Skipped(found.name, "damaged")
+            yield row
     except Refused as refusal:
         yield Skipped(one.name, str(refusal))
+    except _UNFORESEEN:
+        yield Skipped(one.name, "damaged")
 
 
 def _package(one: Input, maker: Rows, limits: LimitConfig) -> Iterator[Change | tuple[str, str]]:
@@ -39,5 +49,9 @@ def _git(one: Input, maker: Rows, limits: LimitConfig) -> Iterator[Change | tupl
     with History(place, limits.document_bytes) as history:
         for member in one.members:
             sha = member.path.rpartition("@")[2]
-            found = history.change(sha, member.name, one.name.split("/")[1].partition("+")[0], maker.issues)
+            repository = one.name.split("/")[1].partition("+")[0]
+            try:
+                found = history.change(sha, member.name, repository, maker.issues, maker.config)
+            except (DataError, *_UNFORESEEN):
+                found = "damaged"
             yield (member.name, found) if isinstance(found, str) else found

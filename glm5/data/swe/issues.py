@@ -28,25 +28,28 @@ BOT_TITLE = re.compile(
     r"^\W*(bump|update|upgrade)\b.{1,80}\bfrom\b.{1,40}\bto\b|^\[pre-commit\.ci\]|^(build|chore)\(deps", re.IGNORECASE
 )
 LINKED = re.compile(
-    r"\b(?:fix(?:e[sd])?|close[sd]?|resolve[sd]?)\b[:\s]+(?:(?:issue|bug)\s+)?(?:[\w.-]+/[\w.-]+)?#(\d{1,9})\b"
+    r"\b(?:fix(?:e[sd])?|close[sd]?|resolve[sd]?)\b[:\s]+(?:(?:issue|bug)\s+)?(?:[\w.-]+/([\w.-]+))?#(\d{1,9})\b"
     r"|:issue:`(\d{1,9})`",
     re.IGNORECASE,
 )
 _TRAILER = re.compile(
-    r"^(Signed-off-by|Co-authored-by|Reviewed-by|Acked-by|Tested-by|Reported-by|Cc|Change-Id|git-svn-id|Author|From)\s*:"
-    r".*$",
+    r"^(Signed-off-by|Co-authored-by|Reviewed-by|Acked-by|Tested-by|Reported-by|Cc|Change-Id|git-svn-id|Author|From)"
+    r"[ \t]*:.*$",
     re.IGNORECASE | re.MULTILINE,
 )
 _COMMENT = re.compile(r"<!--.*?(?:-->|\Z)", re.DOTALL)
-_FORM = re.compile(r"^\s*(#{1,6}\s.*|\*\*[^*]+\*\*:?|[-*] \[[ xX]\].*|[-=_*]{3,})\s*$", re.MULTILINE)
+_FORM = re.compile(r"^[^\S\n]*(#{1,6}\s.*|\*\*[^*\n]+\*\*:?|[-*] \[[ xX]\].*|[-=_*]{3,})[^\S\n]*$", re.MULTILINE)
 _LINK = re.compile(r"https?://\S+")
 TEMPLATE_SHARE, TEMPLATE_LEAST = 0.1, 5
 """A line that this share of all issues have, and so many of them, is of a template."""
 
 
-def linked(text: str) -> list[int]:
-    """Numbers of the issues that a text says it fixes ("Fixes #12"), in their order."""
-    return list(dict.fromkeys(int(a or b) for a, b in LINKED.findall(text)))
+def linked(text: str, repository: str) -> list[int]:
+    """Numbers of the issues that a text says it fixes ("Fixes #12"), in their order. Those of another repository do
+    not count ("Fixes owner/name#12"; owners are not compared)."""
+    found = ((own, number or other) for own, number, other in LINKED.findall(text))
+    name = repository.lower().removesuffix(".git")
+    return list(dict.fromkeys(int(number) for own, number in found if own.lower() in ("", name)))
 
 
 def without_trailers(text: str) -> str:

@@ -7,8 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 _HUNK = re.compile(r"^@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
-_NO_END = "\\ No newline at end of file"
-_MOST_LINES = 1 << 20
+_TOO_MANY = "its hunks fit at too many lines to look at all"
+_ESCAPE = re.compile(rb"\\([0-7]{3}|.)")
+_ESCAPES = dict(zip((b"a", b"b", b"t", b"n", b"v", b"f", b"r"), map(bytes, zip(range(7, 14))), strict=True))
+"""How git writes paths with such characters, in quotes."""
+_MOST_LINES, _MOST_DIGITS = 1 << 20, 9
+_MOST_WORK = 1 << 22
+"""Lines that are looked at to find the hunks of one file."""
 
 
 class PatchError(Exception):
@@ -67,6 +72,9 @@ def parse_diff(text: str) -> list[FileDiff]:
 
 def _path(line: str) -> str | None:
     path = line[4:].split("\t", 1)[0].rstrip()
+    if path.startswith('"') and path.endswith('"'):
+        raw = _ESCAPE.sub(_unescaped, path[1:-1].encode("utf-8", "surrogateescape"))
+        path = raw.decode("utf-8", "surrogateescape")
     if path == "/dev/null":
         return None
     inner = path.partition("/")[2]
@@ -75,7 +83,14 @@ def _path(line: str) -> str | None:
     return inner
 
 
+def _unescaped(found: re.Match[bytes]) -> bytes:
+    code = found[1]
+    return bytes([int(code, 8) & 255]) if code.isdigit() else _ESCAPES.get(code, code)
+
+
 def _hunk(head: re.Match[str], lines: Sequence[str], at: int) -> tuple[Hunk, int]:
+    if any(len(number or "") > _MOST_DIGITS for number in head.groups()):
+        raise PatchError("a hunk is at a line that no file has")
     hunk = Hunk(int(head[1]))
     left, made = int(head[2] or 1), int(head[4] or 1)
     last = ""
@@ -102,6 +117,15 @@ def _hunk(head: re.Match[str], lines: Sequence[str], at: int) -> tuple[Hunk, int
 def applied(text: str | None, diff: FileDiff) -> str | None:
     """The file after the diff; None for no file. A hunk may be found at other lines than it says, as by dpkg-source,
     but all of its lines must be there. Raises PatchError if it does not apply."""
+    return _applied(text, diff)[0]
+
+
+def spans(text: str | None, diff: FileDiff) -> list[tuple[int, int]]:
+    """First line (counted from 0) and end of the lines of a file where `applied` finds each hunk. Raises PatchError."""
+    return _applied(text, diff)[1]
+
+
+def _applied(text: str | None, diff: FileDiff) -> tuple[str | None, list[tuple[int, int]]]:
     made = bool(diff.hunks) and not diff.hunks[0].start and not diff.hunks[0].old
     if not (diff.old is None or made) if text is None else diff.old is None:
         raise PatchError(f"{diff.path}: the file {'does not exist' if text is None else 'exists already'}")
@@ -111,32 +135,44 @@ def applied(text: str | None, diff: FileDiff) -> str | None:
         ended = True
     else:
         ended = False
-    shift = least = 0
+    shift = least = grown = 0
+    found: list[tuple[int, int]] = []
+    room = [_MOST_WORK]
     for hunk in diff.hunks:
-        at = _place(lines, hunk.old, max(hunk.start - 1, 0) + shift if hunk.old else hunk.start + shift, least)
+        room[0] -= len(lines) >> 6  # that the lines after a hunk move
+        at = _place(lines, hunk.old, max(hunk.start - 1, 0) + shift if hunk.old else hunk.start + shift, least, room)
         if at is None:
             raise PatchError(f"{diff.path}: the hunk at line {hunk.start} does not apply")
         whole = at + len(hunk.old) == len(lines)
         lines[at : at + len(hunk.old)] = hunk.new
+        found.append((at - grown, at - grown + len(hunk.old)))
+        grown += len(hunk.new) - len(hunk.old)
         ended = hunk.new_end if whole else ended
         shift = at + len(hunk.new) - (max(hunk.start - 1, 0) if hunk.old else hunk.start) - len(hunk.old)
         least = at + len(hunk.new)
-    if diff.new is None:
-        return None
-    return "\n".join(lines) + ("\n" if ended and lines else "")
+    return None if diff.new is None else "\n".join(lines) + ("\n" if ended and lines else ""), found
 
 
-def _place(lines: list[str], wanted: list[str], guess: int, least: int) -> int | None:
-    """The place of the lines nearest to a guess, at or after `least`."""
+def _place(lines: list[str], wanted: list[str], guess: int, least: int, room: list[int]) -> int | None:
+    """The place of the lines nearest to a guess, at or after `least`. Takes the lines that it looks at from `room`, and
+    raises PatchError if that is used up."""
     most = len(lines) - len(wanted)
     if most < least:
         return None
+    if room[0] < 0:
+        raise PatchError(_TOO_MANY)
     guess = min(max(guess, least), most)
     if not wanted:
         return guess
     first = wanted[0]
-    places = (at for at in _outward(guess, least, most) if lines[at] == first)
-    return next((at for at in places if lines[at : at + len(wanted)] == wanted), None)
+    for at in _outward(guess, least, most):
+        found = lines[at] == first
+        room[0] -= len(wanted) if found else 1
+        if room[0] < 0:
+            raise PatchError(_TOO_MANY)
+        if found and lines[at : at + len(wanted)] == wanted:
+            return at
+    return None
 
 
 def _outward(guess: int, least: int, most: int) -> Iterator[int]:

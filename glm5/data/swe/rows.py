@@ -10,7 +10,7 @@ from glm5.config.corpus import ChangesConfig
 from glm5.data.corpus.text import Found, Skipped, Text, tidy
 from glm5.data.swe.change import Change, Report, is_code, text_type
 from glm5.data.swe.issues import Issues
-from glm5.data.swe.patching import PatchError, parse_diff
+from glm5.data.swe.patching import PatchError, parse_diff, spans
 from glm5.data.swe.related import Retriever
 
 REASONS = {
@@ -20,6 +20,8 @@ REASONS = {
     "repository_small": "the repository has too few source files",
     "bot": "a program wrote it",
     "revert": "takes another change back",
+    "too_large": "the diff has more bytes than a document may have",
+    "damaged": "git cannot read it, or it is not what it should be",
     "too_many_files": "changes more files than the limit",
     "too_many_lines": "changes more lines than the limit",
     "no_issue": "names no issue whose text is known",
@@ -43,12 +45,12 @@ class Rows:
 
     def __init__(self, config: ChangesConfig, issues: Issues, tokenizer: Tokenizer) -> None:
         self.config, self.issues, self._tokenizer = config, issues, tokenizer
-        self._known: dict[tuple[str, str, str], int] = {}
+        self._known: dict[tuple[str, str], int] = {}
 
     def tokens(self, text: str) -> int:
         return len(self._tokenizer.encode(text))
 
-    def _fits(self, text: str, left: int, key: tuple[str, str, str] | None = None) -> int | None:
+    def _fits(self, text: str, left: int, key: tuple[str, str] | None = None) -> int | None:
         """The tokens of a file, unless they are more than `left`. Those of whole files are remembered by `key`: the
         same files come back in the rows of a repository. A text far too long is not counted."""
         if len(text) > _MOST_PER_TOKEN * left:
@@ -110,7 +112,7 @@ class Rows:
             if text is None:
                 continue
             whole, shown = _file(path, text), ""
-            key = change.repository, path, change.tree.keys[path]
+            key = path, change.tree.keys[path]
             for shown in (whole, *(_file(path, part) for part in _around(change, path, text))):
                 if (size := self._fits(shown, left, key if shown == whole else None)) is not None:
                     left -= size
@@ -131,7 +133,7 @@ class Rows:
             if text is None:
                 continue
             part = _file(path, text)
-            size = self._fits(part, left, (change.repository, path, keys[path]))
+            size = self._fits(part, left, (path, keys[path]))
             name = "related_files" + ("" if size is not None else "_left_out")
             counts[name] = counts.get(name, 0) + 1
             if size is not None:
@@ -150,18 +152,15 @@ def _file(path: str, text: str) -> str:
 
 
 def _around(change: Change, path: str, text: str) -> list[str]:
-    """Excerpts of a file around the hunks of its diff, the longest first."""
+    """Excerpts of a file around the places where the hunks of its diff apply, the longest first."""
     try:
-        spans = [
-            (hunk.start - 1, hunk.start - 1 + len(hunk.old))
-            for diff in parse_diff(change.diff) if diff.old == path for hunk in diff.hunks
-        ]  # fmt: skip
+        places = [place for diff in parse_diff(change.diff) if diff.old == path for place in spans(text, diff)]
     except PatchError:
         return []
     lines = text.split("\n")
     found = []
     for context in _CONTEXT:
-        kept = {at for low, high in spans for at in range(max(0, low - context), min(len(lines), high + context))}
+        kept = {at for low, high in places for at in range(max(0, low - context), min(len(lines), high + context))}
         shown: list[str] = []
         for at in sorted(kept):
             if at and at - 1 not in kept:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from glm5.data.swe.patching import PatchError, applied, parse_diff
+from glm5.data.swe.issues import Issues, without_trailers
+from glm5.data.swe.patching import PatchError, applied, parse_diff, spans
 
 LINES = st.lists(st.sampled_from(["a", "b", "c", "", "-d", "+e", " f", "@@ x"]), max_size=30)
 
@@ -40,6 +42,14 @@ def test_a_hunk_is_found_at_other_lines(added: list[str], at: int) -> None:
     assert applied(moved, parse_diff(diff(old, new))[0]) == wanted
 
 
+def test_paths_in_quotes_and_places_of_hunks() -> None:
+    old = "".join(f"line {n}\n" for n in range(40))
+    new = old.replace("line 20\n", "").replace("line 33\n", "line 33\nmore\n")
+    found = parse_diff(diff(old, new, r'"a/gro\303\237 \"x\".py"', r'"b/gro\303\237 \"x\".py"'))[0]
+    assert found.path == 'groß "x".py'
+    assert spans(f"first\n{old}", found) == [(18, 25), (32, 38)]
+
+
 def test_files_come_and_go() -> None:
     made = parse_diff(diff("", "a\nb\n", "/dev/null"))[0]
     assert (made.old, made.new, applied(None, made)) == (None, "x.c", "a\nb\n")
@@ -56,11 +66,25 @@ def test_files_come_and_go() -> None:
         (diff("a\n", "b\n", "a//etc/passwd", "b//etc/passwd"), "outside the tree"),
         ("--- a/x\n+++ b/x\n@@ -1,5 +1,5 @@\n a\n", "ends early|without a sign"),
         ("--- a/x\n+++ b/x\n@@ -1,2 +1,2 @@\n a\n?b\n", "without a sign"),
+        (f"--- a/x\n+++ b/x\n@@ -{'1' * 5000} +1 @@\n-a\n+b\n", "no file has"),
     ],
 )
 def test_hostile_diffs_are_refused(text: str, reason: str) -> None:
     with pytest.raises(PatchError, match=reason):
         parse_diff(text)
+
+
+def test_equal_lines_take_no_quadratic_time() -> None:
+    lines = "".join(f"-{line}\n" for line in ["x"] * 32_000 + ["y"])
+    hunk = parse_diff(f"--- a/x\n+++ b/x\n@@ -1,32001 +0,0 @@\n{lines}")[0]
+    start = time.process_time()
+    with pytest.raises(PatchError, match="too many lines"):
+        applied("x\n" * 64_000, hunk)
+    with pytest.raises(PatchError, match="too many lines"):
+        applied("\n" * 400_000, parse_diff("--- a/x\n+++ b/x\n" + "@@ -1,0 +1 @@\n+a\n" * 1000)[0])
+    assert Issues().own_words("\n " * 20_000) == (0, 0)
+    assert without_trailers("Cc" + "\n" * 20_000) == "Cc"
+    assert time.process_time() - start < 3
 
 
 def test_what_does_not_apply_is_refused() -> None:

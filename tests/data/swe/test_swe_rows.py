@@ -19,6 +19,8 @@ from glm5.chat.tokenizer import Tokenizer
 from glm5.config.corpus import ChangesConfig, LimitConfig, SourceConfig
 from glm5.data.corpus.plan import Input, list_inputs
 from glm5.data.corpus.text import Skipped, Text
+from glm5.data.swe.change import Change
+from glm5.data.swe.debian import archives, described, package_changes
 from glm5.data.swe.history import History
 from glm5.data.swe.inputs import rows
 from glm5.data.swe.issues import Issues, linked, read_issues, without_trailers
@@ -26,7 +28,7 @@ from glm5.data.swe.patching import applied, parse_diff
 from glm5.data.swe.related import Retriever, words
 from glm5.data.swe.rows import REASONS, Rows
 from glm5.errors import DataError
-from tests.data.test_git import git
+from tests.data.test_git import git, tree
 
 TOKENIZER = Tokenizer.byte_level()
 LONG = "The parser returns nothing at all if the last line of its input has no line end, so the final record is lost."
@@ -136,7 +138,9 @@ def test_a_row_shows_the_state_before(history: tuple[Path, dict[str, str]], tmp_
     # The diff makes of the file that the row shows the file of the commit.
     change = parse_diff(own)[0]
     with History(str(root), 1 << 20) as opened:
-        assert applied(BODY, change) == opened.change(made["short"], "n", "r", Issues()).tree.read("src/parse.py")  # type: ignore[union-attr]
+        assert applied(BODY, change) == opened.change(made["short"], "n", "r", Issues(), ChangesConfig()).tree.read(
+            "src/parse.py"
+        )  # type: ignore[union-attr]
 
 
 def test_no_row_is_longer_than_its_budget(history: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
@@ -156,6 +160,57 @@ def test_no_row_is_longer_than_its_budget(history: tuple[Path, dict[str, str]], 
         else:
             assert row.more["counts"].get(f"changed_files_{wanted}") == 1
             assert ("LINE_149" in row.text) and (("LINE_290 " in row.text) == (wanted == "whole"))
+
+
+def test_a_hostile_change_is_counted(
+    history: tuple[Path, dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = shutil.copytree(history[0], tmp_path / "copy")
+    blob = git(root, "rev-parse", "HEAD:src/new.py")
+    long = tree(root, [f"100644 blob {blob}\t{'n' * 30_000}{n}.py" for n in range(5)])  # more than arguments may have
+    sha = git(root, "commit-tree", long, "-p", "HEAD", "-m", "long names")
+    wide = commit(root, "wide", {f"w{n}.py": f"{n}\n" * 3000 for n in range(2)})
+    for name, size, limits, reason in (
+        (sha, 1 << 20, {}, "too_many_files"), (wide, 1 << 20, {"most_files": 1}, "too_many_files"),
+        (wide, 1 << 20, {}, "too_many_lines"), (wide, 8000, {"most_lines": 10_000}, "too_large"),
+        (wide, 4000, {"most_lines": 10_000}, "no_text_changed"),
+    ):  # fmt: skip
+        with History(str(root), size) as opened:
+            assert opened.change(name, "n", "r", Issues(), ChangesConfig(**limits)) == reason
+    (root / ".git" / "info" / "grafts").write_text(f"{history[1]['root']} {history[1]['fix']}\n")
+    with History(str(root), 1 << 20) as opened:
+        assert history[1]["fix"] in opened.changes(None)[0]
+        with pytest.raises(DataError, match="damaged"):
+            opened._object("0" * 40, 1)
+        assert opened.commit(history[1]["fix"]).title == "Parse the last line"  # by a process that was started anew
+    fix = history[1]["fix"][:12]
+
+    def fail(*_: Any) -> None:
+        raise RecursionError
+
+    for target in ("glm5.data.swe.history.linked", "glm5.data.swe.rows._around"):
+        monkeypatch.setattr(target, fail)
+        found = made_rows(SourceConfig(name="s", path=f"git:{history[0]}"), tokens=600, least_words=1)
+        assert found[fix] == Skipped(f"s/repo/{fix}", "damaged"), target
+        monkeypatch.undo()
+
+
+def test_the_license_is_that_of_the_state_before(history: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
+    root = shutil.copytree(history[0], tmp_path / "copy")
+    texts = (
+        "Permission is hereby granted, free of charge, to any person obtaining a copy",
+        "GNU General Public License",
+    )
+    commit(root, "Choose one", {"COPYING": texts[0], "LICENSE": None})
+    shas = [commit(root, f"{n}\n\n{LONG}", {"src/colour.py": f"C = {n}\n", "COPYING": texts[n]}) for n in (1, 0)]
+    found = made_rows(SourceConfig(name="s", path=f"git:{root}", license="Zlib"))
+    said = [found[sha[:12]] for sha in (*shas, history[1]["fix"])]
+    assert [row.more["license"] for row in said if isinstance(row, Text)] == ["MIT", "GPL-2.0-or-later", ""]
+    assert all(isinstance(row, Text) and "File: COPYING" not in row.text for row in said)
+    assert {
+        one.license
+        for one in list_inputs(SourceConfig(name="s", path=f"git:{root}", license="Zlib", changes=ChangesConfig()))[0]
+    } == {"Zlib"}
 
 
 def package(folder: Path, patches: dict[str, str], files: dict[str, str], changelog: str = "") -> Path:
@@ -200,18 +255,25 @@ def test_patches_of_a_debian_package(tmp_path: Path) -> None:
     # More than what is decompressed at once: xz once gave short reads, and then the archive seemed damaged.
     big = random.Random(0).randbytes(1 << 17).hex()
     files = {"src/main.c": main, "src/two.c": "int record;\n", "src/big.c": big}
-    patches = {f"{at}.patch": PATCH.format(at=at, long=LONG) for at in (1, 3)}
+    patches = {"1.patch": PATCH.format(at=1, long=LONG), "huge.patch": PATCH.format(at="9" * 5000, long=LONG)}
+    patches["3.patch"] = PATCH.format(at=3, long=LONG)
     patches |= {"bad.patch": PATCH.format(at=1, long=LONG), "docs.patch": "Subject: x\n\n--- a/x.1\n+++ b/x.1\n"}
-    log = "p (1-1) sid; urgency=low\n\n  * 3.patch: as upstream. (Closes: #7)\n\n -- A B <a@b>  Mon\n"
+    log = "p (1-1) sid; urgency=low\n\n  * 3.patch: as upstream. (Closes: #7)\n  * closes: #{}\n\n -- A B <a@b>  Mon\n"
+    log = log.format("1" * 5000)
     folder = package(tmp_path / "d", patches, files, log)
     found = made_rows(SourceConfig(name="s", path=str(folder)), tokens=20_000)
     reasons = {name: row.reason for name, row in found.items() if isinstance(row, Skipped)}
-    assert reasons == {"bad.patch": "patch_does_not_apply", "docs.patch": "no_text_changed"}
+    assert reasons == {
+        "huge.patch": "patch_does_not_apply",
+        "bad.patch": "patch_does_not_apply",
+        "docs.patch": "no_text_changed",
+    }
     row = found["3.patch"]
     assert isinstance(row, Text) and row.more["license"] == "MIT" and "a@b" not in row.text
     before, own = row.text[: row.more["own"]], row.text[row.more["own"] :]
     assert "int c1;" in before and "int c3;" not in before and "+int c3;" in own
     assert own.startswith("Debian bug #123456, #7: Keep the last record\nThe parser returns")
+    assert "with the patches before 3.patch that apply\n" in before
     assert "3.patch: as upstream. (Closes: #7)" in own and "src/two.c" in before
     one = list_inputs(SourceConfig(name="s", path=str(folder), changes=ChangesConfig()))[0][0]
     (folder / "p_1.orig.tar.xz").write_bytes(b"other")
@@ -219,6 +281,26 @@ def test_patches_of_a_debian_package(tmp_path: Path) -> None:
         one.check()
     broken = list(rows(one, Rows(ChangesConfig(), Issues(), TOKENIZER), LimitConfig()))
     assert [row.reason for row in broken if isinstance(row, Skipped)] == ["damaged"]
+    assert archives(folder / "p_1-1.dsc").original == folder / "p_1.orig.tar.xz"
+    (folder / "p_1.orig.tar.xz").rename(tmp_path / "elsewhere")
+    (folder / "p_1.orig.tar.xz").symlink_to(tmp_path / "elsewhere")
+    assert archives(folder / "p_1-1.dsc").missing == "dsc_incomplete"
+
+
+def test_two_versions_of_a_package(tmp_path: Path) -> None:
+    """A file has another content in each: its tokens are counted anew. Contents that were replaced are not kept."""
+    main = "".join(f"int {'ab'[n % 2]}{n - n % 2 + 1};\n" for n in range(40))
+    patches = {f"{at}.patch": PATCH.format(at=at, long=LONG) for at in range(1, 40, 2)}
+    maker = Rows(ChangesConfig(tokens=4000, least_sources=1), Issues(), TOKENIZER)
+    for version, size in (("small", 2), ("large", 900)):
+        folder = package(tmp_path / version, patches, {"src/main.c": main, "src/record.c": "int record;\n" * size})
+        found = list_inputs(SourceConfig(name="s", path=str(folder), changes=ChangesConfig()))[0]
+        for row in rows(found[0], maker, LimitConfig()):
+            assert isinstance(row, Text) and len(TOKENIZER.encode(row.text)) <= row.more["counts"]["tokens"] <= 4000
+    seen = [
+        one for one in package_changes(folder / "p_1-1.dsc", "p", LimitConfig(), Issues()) if isinstance(one, Change)
+    ]
+    assert len(seen) == 20 and [one.tree.read("src/main.c") for one in seen].count(None) == 20
 
 
 def test_packages_that_cannot_be_used_are_counted(tmp_path: Path) -> None:
@@ -230,7 +312,11 @@ def test_packages_that_cannot_be_used_are_counted(tmp_path: Path) -> None:
 
 
 def test_issue_links_and_signatures() -> None:
-    assert linked("Fixes #12, closes: owner/name#3. See #4. Resolved issue #5 :issue:`6`") == [12, 3, 5, 6]
+    text = "Fixes #12, closes: owner/name#3. See #4. Resolved issue #5 :issue:`6` fixes owner/other#7"
+    assert linked(text, "Name.git") == [12, 3, 5, 6]
+    log = "\n  * Closes: #1001\n  * 13.patch: no\n  * debian/patches/3.patch: yes\n  * Bug #100 is fixed\n"
+    request = described("Bug: https://bugs.debian.org/100\n", "3.patch", log, Issues())[1]
+    assert request.body == "debian/patches/3.patch: yes\nBug #100 is fixed"
     assert without_trailers("Text.\n\nCo-authored-by: A <a@b>\nSigned-off-by: C <c@d>") == "Text."
 
 
