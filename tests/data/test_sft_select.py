@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from glm5.chat.tokenizer import Tokenizer
+from glm5.data.corpus.generated import phrases, skeleton
 from glm5.data.sft import Conversation, TurnMarks, read_conversations, write_conversations
 from glm5.data.sft_filters import REASONS, failed, fault, loops, mask_errors, stated
 from glm5.data.sft_rows import conversation_rows
@@ -67,6 +69,31 @@ def test_answers_that_are_stated() -> None:
     assert stated("The final answer is $x^2$.") == ["x^2"]
     assert stated(r"\boxed{\frac{1}{2}} and the answer is 3") == ["frac12"]
     assert stated("Nothing here.") == []
+    assert stated("So it is.  The answer is:\n 42. **\nFinal answer = 7") == ["42", "7"]
+    assert stated("The answer is " + "x" * 80 + ".") == ["x" * 80] and stated("The answer is " + "x" * 81) == []
+
+
+LONG = [
+    "{}",
+    "The answer is {}x",
+    "The answer is {}" + "x" * 100,
+    "The answer {}:",
+    ".{}",
+    r"\boxed{{1{}x!}}",
+    r"\boxed{{{}",
+]
+
+
+@pytest.mark.parametrize("piece", [" ", "\n", ".", "*", "a", "A", "1,", " \n", ". ", "{", "{}", "answer ", r"\boxed{"])
+def test_long_runs_take_no_long_time(piece: str) -> None:
+    began = time.process_time()
+    for text in LONG:
+        run = text.format(piece * 10_000)
+        stated(run)
+        failed(run)
+        phrases(run, 1.0)
+        skeleton("s/x", run)
+    assert time.process_time() - began < 2.0
     assert not loops("no loop at all " * 2)
 
 

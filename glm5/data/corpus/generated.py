@@ -16,7 +16,7 @@ _SURE = re.compile(
     r"\bas an? (?:AI|artificial intelligence|large)(?: language)? (?:model|assistant)\b"
     r"|\b(?:I'm sorry|I apologi[sz]e|unfortunately),? but (?:as an AI|I (?:cannot|can't|am unable to) (?:fulfil|assist|"
     r"generate|provide))"
-    r"|\b(?:my|the) (?:knowledge cut-?off|last (?:knowledge )?update)\b|^\s*regenerate response\s*$"
+    r"|\b(?:my|the) (?:knowledge cut-?off|last (?:knowledge )?update)\b|^[^\S\n]*regenerate response[^\S\n]*$"
     r"|\bI don't have (?:personal (?:feelings|opinions|experiences)|access to real-time)",
     re.IGNORECASE | re.MULTILINE,
 )
@@ -33,7 +33,7 @@ _WEAK = re.compile(
 )
 SHORTEST = 1000
 """Characters of a text whose compression says something."""
-_NAME = re.compile(r"\w*[\dA-Z_]\w*(?:\W+\w*[\dA-Z_]\w*)*")
+_NAME = re.compile(r"\b[^\W\dA-Z_]*+[\dA-Z_]\w*+(?:\W++[^\W\dA-Z_]*+[\dA-Z_]\w*+)*+")
 
 
 def phrases(text: str, weak_per_1000: float) -> str:
