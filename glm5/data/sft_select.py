@@ -152,5 +152,5 @@ def _attempt(line: bytes | None, where: str) -> Attempt:
         return Attempt(str(row["problem"]), float(reward), conversation, counts)
     except DataError as error:
         raise DataError(f"{where}: not an attempt: {error}") from None
-    except (ValueError, LookupError, TypeError, RecursionError):
+    except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
         raise DataError(f"{where}: not an attempt: it needs `messages`, `problem` and `reward`") from None
