@@ -107,7 +107,8 @@ def _differs(message: Message) -> bool:
 
 def mask_errors(conversation: Conversation) -> tuple[Conversation, int]:
     """The conversation with erroneous segments out of the loss, and their number: calls whose results are errors, and
-    calls that repeat one with the same result. A turn all of whose calls are wrong is masked whole. What follows them
+    calls that repeat one with the same result. Results are in the order of their calls, and left alone if some are
+    missing. A turn all of whose calls are wrong is masked whole. What follows them
     is trained: it is how the agent recovered."""
     messages, marks = list(conversation.messages), dict(conversation.marks)
     masked = 0
@@ -116,6 +117,8 @@ def mask_errors(conversation: Conversation) -> tuple[Conversation, int]:
         if message.role != "assistant" or not message.tool_calls or not message.train:
             continue
         results = _results(messages, i)
+        if len(results) != len(message.tool_calls):
+            continue
         known = marks.get(i, TurnMarks())
         wrong = list[int](known.calls)
         for k, (call, result) in enumerate(zip(message.tool_calls, results)):

@@ -16,8 +16,8 @@ from glm5.rollout.store_reader import StoreReader
 
 
 def store_attempts(store: Path, tools: Sequence[Mapping[str, Any]] = ()) -> Iterator[Attempt]:
-    """One attempt per rollout that ended and was not excluded: the conversation that its last answer ends. A store keeps
-    no tool definitions, so `tools` are those that prompts show. Raises CheckpointError for a missing or damaged
+    """One attempt per rollout that ended and was not excluded: the conversation that its last answer ends. A store
+    keeps no tool definitions, so `tools` are those that prompts show. Raises CheckpointError for a missing or damaged
     store."""
     if not store.is_file():
         raise CheckpointError(f"There is no session store {store}.")

@@ -196,6 +196,15 @@ def test_files_of_attempts(tmp_path: Path) -> None:
     found = select(read_attempts(path), Rules())
     assert write_conversations(out, found.conversations) == 1 and found.reasons == {"env_error": 1}
     assert [c.messages[-1].content for _, c in read_conversations(out)] == ["It is 4."]
+    called = [{"id": name, "function": {"name": name, "arguments": {}}} for name in "ab"]
+    results = [
+        {"role": "tool", "content": said, "tool_call_id": name} for name, said in (("b", "fine"), ("a", "Error:"))
+    ]
+    for given, wrong in ((results, (0,)), (results[1:], None)):
+        asked = [messages[0], {"role": "assistant", "content": "", "tool_calls": called}, *given, messages[1]]
+        path.write_text(json.dumps({**rows[0], "messages": asked}))
+        (kept,) = select(read_attempts(path), Rules()).conversations
+        assert kept.marks == ({} if wrong is None else {1: TurnMarks(calls=wrong)})
     for row, said in (
         ({"messages": messages, "problem": 7}, "needs `messages`"), ({**rows[0], "reward": "1"}, "not a number"),
         ({**rows[0], "reward": float("nan")}, "not a number"), ({**rows[0], "problem": None}, "neither a text"),

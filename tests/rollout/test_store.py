@@ -237,5 +237,5 @@ def test_a_damaged_store_gives_one_clear_error(tmp_path: Path, damage: str) -> N
         asyncio.run(fill_store(store))
     with contextlib.closing(sqlite3.connect(path)) as db, db:
         db.execute(damage)
-    with pytest.raises(CheckpointError, match="damaged|Cannot read"):
+    with pytest.raises(CheckpointError, match=r"damaged|Cannot read"):
         list(store_attempts(path))
