@@ -200,8 +200,8 @@ def test_files_of_attempts(tmp_path: Path) -> None:
     results = [
         {"role": "tool", "content": said, "tool_call_id": name} for name, said in (("b", "fine"), ("a", "Error:"))
     ]
-    for given, wrong in ((results, (0,)), (results[1:], None)):
-        asked = [messages[0], {"role": "assistant", "content": "", "tool_calls": called}, *given, messages[1]]
+    for told, wrong in ((results, (0,)), (results[1:], None)):
+        asked = [messages[0], {"role": "assistant", "content": "", "tool_calls": called}, *told, messages[1]]
         path.write_text(json.dumps({**rows[0], "messages": asked}))
         (kept,) = select(read_attempts(path), Rules()).conversations
         assert kept.marks == ({} if wrong is None else {1: TurnMarks(calls=wrong)})

@@ -64,6 +64,11 @@ def test_documents_are_scored_once_and_the_run_goes_on(tmp_path: Path) -> None:
         assert len(model.bodies) == 2 + 2 + pieces  # the riddle is asked twice
         third = score_documents(documents, out, judge, CHUNKING)
         assert third == second and len(model.bodies) == 4 + pieces
+        answers = (out / "answers.jsonl").read_text()
+        (out / "answers.jsonl").write_text(answers.replace("{", "", 1))
+        with pytest.raises(DataError, match=r"answers.*:1 is damaged"):
+            score_documents(documents, out, judge, CHUNKING)
+        (out / "answers.jsonl").write_text(answers)
         with pytest.raises(DataError, match="another model, rubric or chunking"):
             score_documents(documents, out, judge, Chunking(500))
     scores = load_scorer(out)
