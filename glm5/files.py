@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from glm5.errors import CheckpointError, Glm5Error
+from glm5.errors import CheckpointError, DataError, Glm5Error
 
 MANIFEST = "manifest.json"
 _HASHED_AT_ONCE = 8
@@ -300,18 +300,21 @@ def _sync(path: Path) -> None:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Rows of a JSONL file; a last line cut off by a crash is left out, and removed from the file."""
+    """Rows of a JSONL file; a last line cut off by a crash is left out, and removed from the file. Raises
+    DataError for any other line that is not an object of JSON."""
     if not path.is_file():
         return
     good = 0
     with path.open("rb") as file:
-        for line in file:
-            try:
-                row = json.loads(line)
-            except ValueError:
-                break
+        for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 break
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                row = None
+            if not isinstance(row, dict):
+                raise DataError(f"{path}:{number} is damaged; restore the file, or remove this line.")
             good += len(line)
             yield row
     if good < path.stat().st_size:

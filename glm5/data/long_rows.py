@@ -66,9 +66,9 @@ def _claim(recipe: LongRecipe, out: Path, tokenizer: Tokenizer) -> None:
     """Check that `out` is new, or was begun with the same recipe, shards, checkpoint and tokenizer."""
     files = [Path(folder) / MANIFEST for folder in recipe.shards]
     if recipe.checkpoint is not None:
-        files += [
-            path for path in (Path(recipe.checkpoint) / name for name in (MANIFEST, "config.json")) if path.exists()
-        ]
+        folder = Path(recipe.checkpoint)
+        listed = (folder / MANIFEST).exists()  # with the hashes of all others
+        files += [folder / MANIFEST] if listed else sorted(path for path in folder.glob("*") if path.is_file())
     if missing := [path for path in files if not path.exists()]:
         raise DataError(f"{missing[0].parent} is no shard folder with a manifest; make it with `glm5 data run`.")
     inputs = {str(path): sha256_file(path) for path in files} | {"tokenizer": tokenizer.hash()}

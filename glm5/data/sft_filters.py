@@ -26,12 +26,12 @@ _MARKS = re.compile(
 )
 _BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
 _STATED = re.compile(
-    r"(?:^|[.!?\n*]\s*)(?:so |thus |therefore,? |hence,? )?(?:the )?(?:final )?answer(?: is)?\s*[:=]?"
-    r"\s*(.{1,80}?)\s*[.*]*$",
+    r"(?:^|[.!?*])[^\S\n]*+(?:so |thus |therefore,? |hence,? )?(?:the )?(?:final )?answer(?: is)?\s*+[:=]?+\s*+(\S.*)",
     re.IGNORECASE | re.MULTILINE,
 )
 _NUMBER = re.compile(r"[\s$€£=]*(-?\d[\d,]*(?:\.\d+)?)\s*[A-Za-z%° ]{0,20}[.\s$]*")
 SHORTEST_LINE, TIMES = 20, 3
+_LONGEST_ANSWER = 80
 _LOOP, _LOOP_CHARACTERS = 4, 200
 """Copies of a text at the end that make a loop, and their characters; the text has at least SHORTEST_LINE."""
 _FAILED = re.compile(
@@ -82,13 +82,14 @@ def loops(text: str) -> bool:
 def stated(text: str) -> list[str]:
     """The answers that a text states, in their order: in boxes, else after "the answer is"."""
     boxes = _BOXED.findall(text)
-    return [_plain(found) for found in boxes or _STATED.findall(text)]
+    said = (found.rstrip().rstrip(".*").rstrip() or found[0] for found in _STATED.findall(text))
+    return [_plain(found) for found in boxes or said if boxes or len(found) <= _LONGEST_ANSWER]
 
 
 def _plain(answer: str) -> str:
     """An answer for comparison: a number without its unit, else letters, digits and operators."""
     answer = answer.strip().strip("$*`\"' ").rstrip(".")
-    found = _NUMBER.fullmatch(answer)
+    found = _NUMBER.fullmatch(answer) if len(answer) <= _LONGEST_ANSWER else None
     if found:
         number = found[1].replace(",", "")
         return number.rstrip("0").rstrip(".") if "." in number else number
@@ -106,7 +107,8 @@ def _differs(message: Message) -> bool:
 
 def mask_errors(conversation: Conversation) -> tuple[Conversation, int]:
     """The conversation with erroneous segments out of the loss, and their number: calls whose results are errors, and
-    calls that repeat one with the same result. A turn all of whose calls are wrong is masked whole. What follows them
+    calls that repeat one with the same result. Results are in the order of their calls, and left alone if some are
+    missing. A turn all of whose calls are wrong is masked whole. What follows them
     is trained: it is how the agent recovered."""
     messages, marks = list(conversation.messages), dict(conversation.marks)
     masked = 0
@@ -115,6 +117,8 @@ def mask_errors(conversation: Conversation) -> tuple[Conversation, int]:
         if message.role != "assistant" or not message.tool_calls or not message.train:
             continue
         results = _results(messages, i)
+        if len(results) != len(message.tool_calls):
+            continue
         known = marks.get(i, TurnMarks())
         wrong = list[int](known.calls)
         for k, (call, result) in enumerate(zip(message.tool_calls, results)):

@@ -148,9 +148,9 @@ def _attempt(line: bytes | None, where: str) -> Attempt:
         if not isinstance(row["problem"], str | int):
             raise DataError("`problem` is neither a text nor a number")
         counts = row.get("outcome") != "env_error"
-        conversation = parse_conversation(row) if counts else Conversation(())
+        conversation = parse_conversation(row, sort_results=True) if counts else Conversation(())
         return Attempt(str(row["problem"]), float(reward), conversation, counts)
     except DataError as error:
         raise DataError(f"{where}: not an attempt: {error}") from None
-    except (ValueError, LookupError, TypeError, RecursionError):
+    except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
         raise DataError(f"{where}: not an attempt: it needs `messages`, `problem` and `reward`") from None

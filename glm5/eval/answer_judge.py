@@ -33,6 +33,10 @@ _THOUGHT = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
 Name = TypeVar("Name")
 
 
+class Unanswered(str):
+    """Why a question has no reply: the server refused it or could not be reached. The same question may get one."""
+
+
 @dataclass
 class AnswerJudge:
     """A judge behind a URL, asked about `concurrency` replies at a time. The verdict's schema goes along as
@@ -94,20 +98,20 @@ class AnswerJudge:
         return fmean(scores)
 
     def ask(self, question: Question, told: OnDelta | None) -> float | str:
-        """The score that the judge's answer to a question gives, or why there is none."""
-        why = "no verdict"
+        """The score that the judge's answer to a question gives, or why there is none: `Unanswered` without a reply."""
+        why: str = "no verdict"
         for temperature in TEMPERATURES:
             model = self.endpoint.asking(max_tokens=self.max_tokens, temperature=temperature)
             model = model.answering(question.schema) if self.structured else model
             try:
                 said = model.complete(question.messages, [], told).message.content
             except EndpointError as error:
-                why = str(error)[:300]
+                why = Unanswered(str(error)[:300])
                 self.structured = self.structured and not error.refused
                 continue
             found = read_object(_THOUGHT.sub("", said))
             if found is not None and set(found) <= set(question.schema["properties"]):
                 if (score := question.read(found)) is not None:
                     return score
-            why = f"not a verdict: {said[-200:]!r}"
+            why = f"not a verdict: {said[-200:]!r}"[:300]
         return why

@@ -3,6 +3,7 @@
 Long documents are scored in chunks (`glm5.data.corpus.scores`). Every answer is on disk before the next question, so
 the same command goes on after an interruption, and copies of a text are asked once. A document is hostile material: it
 stands in a block that it cannot close, and a reply of another form than asked for is none (asked twice, then counted).
+Without a reply nothing is written down: the next run asks again.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from glm5.agents.endpoint import EndpointError
 from glm5.agents.wire import OnDelta
 from glm5.data.corpus.scores import Chunking, hash_of, write_scores
 from glm5.errors import DataError
-from glm5.eval.answer_judge import AnswerJudge
+from glm5.eval.answer_judge import AnswerJudge, Unanswered
 from glm5.eval.judge_forms import Question
 from glm5.eval.judging import Job, run_jobs
 from glm5.files import atomic_write, exclusive, read_rows
@@ -80,7 +82,8 @@ def score_documents(
 
     Raises:
         DataError: `out` has scores of another model, rubric or chunking, or its answers are damaged.
-        EndpointError: the model gave no readable answer several times in a row.
+        EndpointError: the model gave no readable answer several times in a row, or the server no reply to some
+            documents; the scores of the others are written then.
         CheckpointError: another process works in `out`.
     """
     with exclusive(out, f"Another process scores into {out}; wait for it, or choose another --out."):
@@ -99,8 +102,11 @@ def score_documents(
                     asked.append(key)
                     yield key, partial(_scores, judge, chunking.pieces(text), rubric)
 
-        asked = list[str]()
+        asked, unanswered = list[str](), list[str]()
         for done, (key, found) in enumerate(run_jobs(jobs(), judge.concurrency, judge.endpoint), 1):
+            if isinstance(found, Unanswered):
+                unanswered.append(found)
+                continue
             known[key] = None if isinstance(found, str) else found
             row = {"sha256": key} | ({"unreadable": found} if isinstance(found, str) else {"chunks": found})
             with (out / _ANSWERS).open("a", encoding="ascii") as file:
@@ -111,10 +117,15 @@ def score_documents(
         counts = Counts(
             len(seen), len(scored), len(mine) - len(scored), len(seen) - len(mine), sum(map(len, scored.values()))
         )
-        if not scored:
+        if not scored and not unanswered:
             raise DataError(f"None of the {len(seen):,} documents has a score yet.")
         values = {key: chunking.score(*zip(*chunks, strict=True)) for key, chunks in scored.items()}
-        write_scores(out, values, settings | asdict(counts))
+        if scored:
+            write_scores(out, values, settings | asdict(counts))
+        if unanswered:
+            raise EndpointError(
+                f"{len(unanswered):,} documents got no reply; run the same command again for them. {unanswered[-1]}"
+            )
         return counts
 
 
@@ -135,7 +146,7 @@ def _scores(judge: AnswerJudge, pieces: list[str], rubric: str, told: OnDelta) -
     for piece in pieces:
         score = judge.ask(question(piece, rubric), told)
         if isinstance(score, str):
-            return score[:300]
+            return score
         found.append((score, len(piece)))
     return found
 

@@ -30,18 +30,21 @@ def sample_attempts(
     """Play `suite.problems` problems of the split "train", `suite.repeats` times each, into `out` (JSONL for
     `glm5.data.sft_select`). What is there already is not played again. Returns pass counts by problem index.
 
-    Raises DataError if `out` has attempts at other problems or of another model, or if a judge would be needed;
-    EndpointError if the server does not answer.
+    Raises DataError if `out` has attempts at other problems, of another model or with other settings, or if a judge
+    would be needed; EndpointError if the server does not answer.
     """
     family = make_family(part.family, **part.options)
     problems = [family.problem("train", index) for index in range(suite.problems)]
     if any(map(is_judged, problems)):
         raise DataError(f"{part.family}: its answers need a judge; sample a family that grades them itself.")
-    settings = json.dumps({"model": model, "family": part.family, "options": part.options}, sort_keys=True)
+    asked = suite.model_dump(mode="json", exclude={"title", "source", "note", "problems", "repeats", "parts"})
+    settings = json.dumps({"model": model, "part": part.model_dump(mode="json"), "suite": asked}, sort_keys=True)
     with exclusive(out.with_name(out.name + ".work"), f"Another process writes {out}; wait for it."):
         path = out.with_name(out.name + ".settings")
         if out.exists() and (not path.exists() or path.read_text(encoding="utf-8") != settings):
-            raise DataError(f"{out} has other attempts, or those of another model; choose another --out.")
+            raise DataError(
+                f"{out} has other attempts, or those of another model or other settings; choose another --out."
+            )
         atomic_write(path, settings)
         rows = list(read_rows(out))
         known = {(row["index"], row["repeat"]) for row in rows}

@@ -82,7 +82,7 @@ class StoreReader:
         text = f"SELECT {names} FROM results r JOIN sessions s ON s.id = session WHERE r.id > ? ORDER BY r.id LIMIT ?"
         with self._reading() as db:
             rows = db.execute(text, (after, most)).fetchall()
-        return [ResultRow(*(*row[:7], json.loads(row[7]), *row[8:])) for row in rows]
+            return [ResultRow(*(*row[:7], json.loads(row[7]), *row[8:])) for row in rows]
 
     def sessions(self, where: str = "", values: Sequence[Any] = ()) -> Iterator[SessionRow]:
         """Sessions in the order of their creation. `where` is an SQL WHERE clause; `values` fill its placeholders."""
@@ -116,3 +116,5 @@ class StoreReader:
                 yield db
         except sqlite3.Error as error:
             raise StoreError(f"Cannot read {self.path}: {error}.") from error
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise StoreError(f"{self.path} is damaged: a row in it is not one that a store writes.") from error

@@ -52,3 +52,6 @@ def test_pages_of_a_template_are_found_and_others_of_their_site_are_not() -> Non
     assert found == [*range(30), *range(45, 66)]
     assert from_templates(templates, 31, 0.8) == from_templates([], 2, 0.5) == []
     assert from_templates([skeleton("a/b/c", "")] * 3, 2, 0.5) == []
+    assert from_templates([skeleton(f"s/towns/{n}", prose(1)) for n in range(25)], 20, 0.8) == []  # copies
+    assert from_templates([*templates[:19], *templates[:6]], 20, 0.8) == []
+    assert from_templates([*templates[:20], templates[0]], 20, 0.8) == [*range(21)]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -265,6 +266,12 @@ def test_mistakes_are_refused_in_one_sentence(made: Path, tmp_path: Path, tokeni
         make_long_rows(recipe(tmp_path / "none", negatives={}), tmp_path / "b", tokenizer)
     with pytest.raises(DataError, match="long enough"):
         make_long_rows(recipe(made, natural={"least_tokens": 9999}), tmp_path / "c", tokenizer, scorer)
+    (tmp_path / "model").mkdir()
+    for weights in (b"1", b"2"):
+        (tmp_path / "model" / "model.safetensors").write_bytes(weights)
+        trained = recipe(made, checkpoint=str(tmp_path / "model"), negatives={"chunk_tokens": 40})
+        with pytest.raises(ConfigError, match="another recipe") if weights == b"2" else nullcontext():
+            make_long_rows(trained, tmp_path / "f", tokenizer, scorer)
     done = recipe(made, negatives={"chunk_tokens": 40})
     make_long_rows(done, tmp_path / "d", tokenizer)
     with pytest.raises(ConfigError, match="another recipe, shards or checkpoint"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from glm5.chat.tokenizer import Tokenizer
+from glm5.data.corpus.generated import phrases, skeleton
 from glm5.data.sft import Conversation, TurnMarks, read_conversations, write_conversations
 from glm5.data.sft_filters import REASONS, failed, fault, loops, mask_errors, stated
 from glm5.data.sft_rows import conversation_rows
@@ -67,7 +69,32 @@ def test_answers_that_are_stated() -> None:
     assert stated("The final answer is $x^2$.") == ["x^2"]
     assert stated(r"\boxed{\frac{1}{2}} and the answer is 3") == ["frac12"]
     assert stated("Nothing here.") == []
+    assert stated("So it is.  The answer is:\n 42. **\nFinal answer = 7") == ["42", "7"]
+    assert stated("The answer is " + "x" * 80 + ".") == ["x" * 80] and stated("The answer is " + "x" * 81) == []
     assert not loops("no loop at all " * 2)
+
+
+LONG = [
+    "{}",
+    "The answer is {}x",
+    "The answer is {}" + "x" * 100,
+    "The answer {}:",
+    ".{}",
+    r"\boxed{{1{}x!}}",
+    r"\boxed{{{}",
+]
+
+
+@pytest.mark.parametrize("piece", [" ", "\n", ".", "*", "a", "A", "1,", " \n", ". ", "{", "{}", "answer ", r"\boxed{"])
+def test_long_runs_take_no_long_time(piece: str) -> None:
+    began = time.process_time()
+    for text in LONG:
+        run = text.format(piece * 10_000)
+        stated(run)
+        failed(run)
+        phrases(run, 1.0)
+        skeleton("s/x", run)
+    assert time.process_time() - began < 2.0
 
 
 @pytest.mark.parametrize(
@@ -169,10 +196,20 @@ def test_files_of_attempts(tmp_path: Path) -> None:
     found = select(read_attempts(path), Rules())
     assert write_conversations(out, found.conversations) == 1 and found.reasons == {"env_error": 1}
     assert [c.messages[-1].content for _, c in read_conversations(out)] == ["It is 4."]
+    called = [{"id": name, "function": {"name": name, "arguments": {}}} for name in "ab"]
+    results = [
+        {"role": "tool", "content": said, "tool_call_id": name} for name, said in (("b", "fine"), ("a", "Error:"))
+    ]
+    for told, wrong in ((results, (0,)), (results[1:], None)):
+        asked = [messages[0], {"role": "assistant", "content": "", "tool_calls": called}, *told, messages[1]]
+        path.write_text(json.dumps({**rows[0], "messages": asked}))
+        (kept,) = select(read_attempts(path), Rules()).conversations
+        assert kept.marks == ({} if wrong is None else {1: TurnMarks(calls=wrong)})
     for row, said in (
         ({"messages": messages, "problem": 7}, "needs `messages`"), ({**rows[0], "reward": "1"}, "not a number"),
         ({**rows[0], "reward": float("nan")}, "not a number"), ({**rows[0], "problem": None}, "neither a text"),
         ({**rows[0], "messages": []}, "non-empty list"), ([], "needs `messages`"),
+        ({**rows[0], "reward": 10**400}, "needs `messages`"),
     ):  # fmt: skip
         path.write_text(json.dumps(row))
         with pytest.raises(DataError, match=f"a.jsonl:1: not an attempt: .*{said}"):

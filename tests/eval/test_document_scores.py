@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from glm5.agents.endpoint import EndpointError
+from glm5.agents.endpoint import Endpoint, EndpointError
 from glm5.data.corpus.scores import Chunking, Scores, load_scorer
 from glm5.errors import DataError
 from glm5.eval.answer_judge import AnswerJudge
@@ -64,6 +64,11 @@ def test_documents_are_scored_once_and_the_run_goes_on(tmp_path: Path) -> None:
         assert len(model.bodies) == 2 + 2 + pieces  # the riddle is asked twice
         third = score_documents(documents, out, judge, CHUNKING)
         assert third == second and len(model.bodies) == 4 + pieces
+        answers = (out / "answers.jsonl").read_text()
+        (out / "answers.jsonl").write_text(answers.replace("{", "", 1))
+        with pytest.raises(DataError, match=r"answers.*:1 is damaged"):
+            score_documents(documents, out, judge, CHUNKING)
+        (out / "answers.jsonl").write_text(answers)
         with pytest.raises(DataError, match="another model, rubric or chunking"):
             score_documents(documents, out, judge, Chunking(500))
     scores = load_scorer(out)
@@ -75,6 +80,26 @@ def test_documents_are_scored_once_and_the_run_goes_on(tmp_path: Path) -> None:
     (out / "scores.f32").write_bytes(np.zeros(3, "<f4").tobytes())
     with pytest.raises(DataError, match="scores"):
         load_scorer(out)
+
+
+@pytest.mark.parametrize("status", [400, 401, 403])
+def test_documents_without_a_reply_are_asked_again(tmp_path: Path, status: int) -> None:
+    documents = [("a", "a proof"), ("b", "words")]
+    with ScriptedModel(teacher, refuse=[(status, "no")] * 2) as model:
+        judge = AnswerJudge.at(model.url, "m", None, 1)
+        with pytest.raises(EndpointError, match="1 documents got no reply; run the same command again"):
+            score_documents(documents, tmp_path / "s", judge, CHUNKING)
+        assert np.isnan(Scores.load(tmp_path / "s")("a proof"))
+        again = score_documents(documents, tmp_path / "s", judge, CHUNKING)
+    assert (again.scored, again.unreadable, again.left, len(model.bodies)) == (2, 0, 0, 4)
+
+
+def test_a_server_that_is_down_ends_the_run_without_a_record(tmp_path: Path) -> None:
+    judge = AnswerJudge(Endpoint("http://127.0.0.1:9", "m", pauses=()), 2)
+    documents = ((f"d{n}", f"text {n}") for n in range(1000))
+    with pytest.raises(EndpointError, match="no verdict 8 times in a row"):
+        score_documents(documents, tmp_path / "s", judge, CHUNKING)
+    assert not (tmp_path / "s" / "answers.jsonl").exists()
 
 
 def test_a_server_that_fails_ends_the_run(tmp_path: Path) -> None:

@@ -52,8 +52,9 @@ def test_rejection_sampling_from_the_command_line(tmp_path: Path) -> None:
         more = invoke(*common, "--samples", "4")
         assert (more["attempts"], more["passed"], len(model.bodies)) == (16, 8, 16)
         assert out.read_bytes().startswith(before)
-        with pytest.raises(DataError, match="other attempts"):
-            invoke(*common[:-6], "--problems", "4", "--samples", "4", "--out", str(out), "--set", "levels=[2]")
+        for other in (("--set", "levels=[2]"), ("--temperature", "0.5"), ("--max-tokens", "9"), ("--max-turns", "1")):
+            with pytest.raises(DataError, match="other attempts"):
+                invoke(*common, "--samples", "4", *other)
     found = invoke("data", "sft", "select", str(out), "--out", str(chosen), "--pass-rate", "0.1:0.9")
     assert found["kept"] == 2 and found["reasons"] == {"failed": 4, "too_easy": 4, "too_hard": 4, "copy": 2}
     conversations = [c for _, c in read_conversations(chosen)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sqlite3
 import time
 from array import array
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from glm5.errors import CheckpointError, UsageError
-from glm5.records import Message
+from glm5.records import Message, ToolCall
 from glm5.rollout.attempts import store_attempts
 from glm5.rollout.history import Node
 from glm5.rollout.process import run
@@ -28,15 +29,15 @@ asyncio.run(fill(Path(sys.argv[1]), int(sys.argv[2])))
 """
 
 
-def node(parent: Node | None = None, token: int = 1) -> Node:
-    ask, reply = Message("user", f"ask {token}"), Message("assistant", f"say {token}")
+def node(parent: Node | None = None, token: int = 1, calls: tuple[ToolCall, ...] = ()) -> Node:
+    ask, reply = Message("user", f"ask {token}"), Message("assistant", f"say {token}", None, calls)
     return Node(
         parent, array("i", [token, 2]), array("i", [token]), array("f", [-0.5]), array("i", [3]), (ask,), reply, b"h"
     )
 
 
-async def add(store: Store, session: str, token: int, parent: Node | None = None) -> Node:
-    made = node(parent, token)
+async def add(store: Store, session: str, token: int, parent: Node | None = None, *calls: ToolCall) -> Node:
+    made = node(parent, token, calls)
     await store.add_turn(session, made, "stop", b"%s %d" % (session.encode(), token), {"temperature": 1.0})
     return made
 
@@ -192,9 +193,13 @@ def test_rollouts_are_attempts_for_sft(tmp_path: Path) -> None:
         ):
             session = f"s{number}"
             await store.add_session(SessionRow(session, "t", None, "train", {}, float(number)))
-            first = await add(store, session, 1)
+            first = await add(store, session, 1, None, ToolCall("task", {"prompt": "ask 3"}))
+            inner = [await add(store, session, 3)]  # of a subagent
+            for token in (4, 5):
+                inner.append(await add(store, session, token, inner[-1]))
+            await add(store, session, 9, first)  # given up
             await add(store, session, 2, first)
-            await add(store, session, 3)  # a shorter branch
+            await add(store, session, 6, inner[-1])  # goes on in the background
             await store.add_result(ResultRow(session, 0, number, "p", "d", outcome, reward, {}, excluded))
 
     path = tmp_path / "s.sqlite"
@@ -211,3 +216,26 @@ def test_rollouts_are_attempts_for_sft(tmp_path: Path) -> None:
     assert said == ["ask 1", "say 1", "ask 2", "say 2"] and list(found[0].conversation.tools) == tools
     with pytest.raises(CheckpointError, match="no session store"):
         list(store_attempts(tmp_path / "none"))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE sessions SET reward = NULL", "UPDATE sessions SET reward = 9e999", "UPDATE results SET detail = '{'",
+        "UPDATE turns SET messages = '{'", "UPDATE turns SET messages = '[{}]'", "UPDATE turns SET messages = '[]'",
+        "UPDATE turns SET messages = '[1]'", "UPDATE turns SET output = x'01'", "DROP TABLE turns",
+    ],
+)  # fmt: skip
+def test_a_damaged_store_gives_one_clear_error(tmp_path: Path, damage: str) -> None:
+    async def fill_store(store: Store) -> None:
+        await store.add_session(SessionRow("s", "t", None, "train", {}, 0.0))
+        await add(store, "s", 1)
+        await store.add_result(ResultRow("s", 0, 0, "p", "d", "solved", 1.0, {}))
+
+    path = tmp_path / "s.sqlite"
+    with Store(path) as store:
+        asyncio.run(fill_store(store))
+    with contextlib.closing(sqlite3.connect(path)) as db, db:
+        db.execute(damage)
+    with pytest.raises(CheckpointError, match=r"damaged|Cannot read"):
+        list(store_attempts(path))

@@ -16,7 +16,7 @@ _SURE = re.compile(
     r"\bas an? (?:AI|artificial intelligence|large)(?: language)? (?:model|assistant)\b"
     r"|\b(?:I'm sorry|I apologi[sz]e|unfortunately),? but (?:as an AI|I (?:cannot|can't|am unable to) (?:fulfil|assist|"
     r"generate|provide))"
-    r"|\b(?:my|the) (?:knowledge cut-?off|last (?:knowledge )?update)\b|^\s*regenerate response\s*$"
+    r"|\b(?:my|the) (?:knowledge cut-?off|last (?:knowledge )?update)\b|^[^\S\n]*regenerate response[^\S\n]*$"
     r"|\bI don't have (?:personal (?:feelings|opinions|experiences)|access to real-time)",
     re.IGNORECASE | re.MULTILINE,
 )
@@ -33,7 +33,7 @@ _WEAK = re.compile(
 )
 SHORTEST = 1000
 """Characters of a text whose compression says something."""
-_NAME = re.compile(r"\w*[\dA-Z_]\w*(?:\W+\w*[\dA-Z_]\w*)*")
+_NAME = re.compile(r"\b[^\W\dA-Z_]*+[\dA-Z_]\w*+(?:\W++[^\W\dA-Z_]*+[\dA-Z_]\w*+)*+")
 
 
 def phrases(text: str, weak_per_1000: float) -> str:
@@ -56,9 +56,10 @@ def compression(text: str) -> float:
 @dataclass(frozen=True)
 class Skeleton:
     """The lines of a document without names and numbers, as hashes uint64 [lines], with their characters int64 [lines].
-    Documents of one `group` (site or package) are compared."""
+    Documents of one `group` (site or package) are compared; those with the same hash `text` are copies."""
 
     group: int
+    text: int
     lines: np.ndarray
     sizes: np.ndarray
 
@@ -70,7 +71,7 @@ def skeleton(name: str, text: str, url: str = "") -> Skeleton:
     lines = [_hash(_NAME.sub("#", line)) for line in shown]
     sizes = [len(line) for line in shown]
     group = _hash(host or "/".join(name.split("!")[0].split("/")[:2]))
-    return Skeleton(group, np.array(lines, dtype=np.uint64), np.array(sizes, dtype=np.int64))
+    return Skeleton(group, _hash(text), np.array(lines, dtype=np.uint64), np.array(sizes, dtype=np.int64))
 
 
 def _hash(text: str) -> int:
@@ -78,15 +79,16 @@ def _hash(text: str) -> int:
 
 
 def from_templates(documents: Sequence[Skeleton], copies: int, share: float) -> list[int]:
-    """Places of the documents of which this share of the characters is in lines that at least `copies` documents of
-    their group have."""
+    """Places of the documents of which this share of the characters is in lines that at least `copies` different
+    texts of their group have."""
     groups: dict[int, list[int]] = {}
     for place, document in enumerate(documents):
         groups.setdefault(document.group, []).append(place)
     found: list[int] = []
     for places in groups.values():
-        if len(places) >= copies:
-            common = _common((documents[place].lines for place in places), copies)
+        texts = {documents[place].text: documents[place].lines for place in places}
+        if len(texts) >= copies:
+            common = _common(texts.values(), copies)
             for place in places:
                 document = documents[place]
                 alike = document.sizes[np.isin(document.lines, common)].sum()

@@ -46,6 +46,7 @@ class WriteSkeletons(PipelineStep):
         with publish_dir(self.folder / f"{rank:05d}") as part:
             np.save(part / "keys", np.array(keys, dtype=np.uint64))
             np.save(part / "groups", np.array([one.group for one in found], dtype=np.uint64))
+            np.save(part / "texts", np.array([one.text for one in found], dtype=np.uint64))
             np.save(part / "counts", np.array([len(one.lines) for one in found], dtype=np.int64))
             for name in ("lines", "sizes"):
                 arrays = [getattr(one, name) for one in found]
@@ -65,14 +66,14 @@ class FindTemplates(PipelineStep):
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
         keys, found = list[int](), list[Skeleton]()
         for part in sorted(path for path in self.folder.iterdir() if path.name.isdigit()):
-            own, groups, counts, lines, sizes = (
+            own, groups, texts, counts, lines, sizes = (
                 np.load(part / f"{name}.npy", allow_pickle=False)
-                for name in ("keys", "groups", "counts", "lines", "sizes")
+                for name in ("keys", "groups", "texts", "counts", "lines", "sizes")
             )
             borders = np.cumsum(counts)[:-1]
             keys += own.tolist()
-            for group, mine, long in zip(groups.tolist(), np.split(lines, borders), np.split(sizes, borders)):
-                found.append(Skeleton(group, mine, long))
+            columns = groups.tolist(), texts.tolist(), np.split(lines, borders), np.split(sizes, borders)
+            found += map(Skeleton, *columns)
         dropped = [keys[place] for place in from_templates(found, self.copies, self.share)]
         self.stat_update("templates", value=len(dropped))
         with publish_dir(self.out) as folder:
