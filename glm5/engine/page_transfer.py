@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -142,21 +143,28 @@ class ToSharedMemory(PageSender):
         if not seals & fcntl.F_SEAL_GROW:
             os.close(self._file)
             raise PageError(f"{path} is not the shared memory of an engine.")
-        self._at = 0
+        self._at, self._closed = 0, False
+        self._lock = threading.Lock()  # `close` may come while another thread writes
 
     def write(self, data: bytes) -> bytes:
         view = memoryview(data)
         while view:
-            try:
-                written = os.pwrite(self._file, view, self._at)
-            except OSError as error:
-                raise PageError(f"The shared memory is too small ({error.strerror}).") from None
+            with self._lock:
+                if self._closed:  # the number may be another file's by now
+                    raise PageError("The transfer has ended.")
+                try:
+                    written = os.pwrite(self._file, view, self._at)
+                except OSError as error:
+                    raise PageError(f"The shared memory is too small ({error.strerror}).") from None
             self._at += written
             view = view[written:]
         return b""
 
     def close(self) -> None:
-        os.close(self._file)
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                os.close(self._file)
 
 
 def receiver(size: int, local: bool) -> PageReceiver:
