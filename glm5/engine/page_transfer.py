@@ -15,12 +15,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from glm5.engine.kv_pool import PAGE
 from glm5.errors import EngineError
 
 if TYPE_CHECKING:
     from glm5.engine.engine import Engine
     from glm5.engine.radix_cache import RadixCache
 
+EXPORT_BYTES = 1 << 28
+"""Most bytes of pages that are copied out of the cache at a time."""
 _PLACE = re.compile(r"/proc/\d{1,10}/fd/\d{1,10}")
 
 
@@ -46,9 +49,11 @@ def cache_of(engine: Engine) -> RadixCache:
 
 
 def export(engine: Engine, namespace: str, ids: Sequence[int], first: int) -> Sheaf:
-    """The pages of a prompt that the engine has by now, from page number `first` on. In the engine's thread."""
+    """The pages of a prompt that the engine has by now, from page number `first` on, `EXPORT_BYTES` of them at most. In
+    the engine's thread."""
     radix = cache_of(engine)
-    contents = [engine.pool.to_bytes(page) for page in radix.dump(namespace, ids, first)]
+    most = max(1, EXPORT_BYTES // engine.pool.page_bytes())
+    contents = [engine.pool.to_bytes(page) for page in radix.dump(namespace, ids[: (first + most) * PAGE], first)]
     return Sheaf(first, contents, radix.fingerprint, engine.weight_version)
 
 

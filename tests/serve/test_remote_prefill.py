@@ -27,6 +27,7 @@ from glm5.serve import remote_prefill
 from glm5.serve.access import PREFILL_HEADER, PREFILL_PATH, Access
 from glm5.serve.app import create_app
 from glm5.serve.options import Limits, PrefillServers
+from glm5.serve.surfaces.native import prefill
 
 TEXT = "a few words that come again and again. " * 12
 GREEDY = {"max_new_tokens": 6, "temperature": 0.0}
@@ -95,6 +96,24 @@ def test_a_prompt_is_computed_elsewhere(ask: Ask, address: str, expected: list[i
     assert ask(address)[0] == expected and metrics.prefill_tokens == before  # known here by now
     assert ask(address, text="short")[1]["prompt_tokens"] < PAGE and metrics.prefill_tokens == before
     assert ask(address, cache_salt="mine")[0] == expected and metrics.prefill_tokens == 2 * before  # a cache of its own
+
+
+def test_a_long_prompt_leaves_in_small_pieces(
+    ask: Ask, address: str, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exported: list[int] = []
+    export = prefill.export
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        sheaf = export(*arguments, **options)
+        exported.append(len(sheaf.contents))
+        return sheaf
+
+    monkeypatch.setattr(page_transfer, "EXPORT_BYTES", 1)
+    monkeypatch.setattr(prefill, "export", counted)
+    ids, meta, metrics = ask(address)
+    assert ids == expected and metrics.prefill_tokens == meta["prompt_tokens"] and metrics.prefill_fallbacks == 0
+    assert max(exported) == 1 and sum(exported) == -(-meta["prompt_tokens"] // PAGE)
 
 
 def test_damaged_pages_are_refused_and_computed_here(
