@@ -30,8 +30,8 @@ SAMPLE = 16
 
 
 def fingerprint(engine: Engine) -> str:
-    """The same for two engines whose pages for the same tokens are the same: equal cache, numerical mode and weights, on
-    all ranks of a divided model."""
+    """The same for two engines whose pages for the same tokens are the same: equal cache, numerical mode and weights,
+    on all ranks of a divided model."""
     found, pool, division = blake2b(digest_size=16), engine.pool, division_of(engine.model)
     ranks = 1 if division is None else division.world
     form = [PAGE, pool.page_bytes(1), str(pool.cache.dtype), pool.cache.packed, engine.exact, ranks]
@@ -43,8 +43,8 @@ def fingerprint(engine: Engine) -> str:
 
 @torch.no_grad()
 def weights_digest(model: GLM5ForCausalLM) -> int:
-    """63 bits that stand for the weights in this process: of every tensor the sum of all elements' bits, which is the same
-    on every device, and some elements."""
+    """63 bits that stand for the weights in this process: of every tensor the sum of all elements' bits, which is the
+    same on every device, and some elements."""
     found = blake2b(digest_size=8)
     weights = [tensor for _, tensor in sorted(model.state_dict().items()) if not tensor.is_meta]
     weights += [t for module in model.modules() for held in held_integers(module) for t in held.tensors]

@@ -187,8 +187,8 @@ class RemotePrefill:
 
 
 class Messages:
-    """The stream of messages of a prefill engine. Its methods raise OSError for a stream that ends early, ValueError for
-    one that makes no sense."""
+    """The stream of messages of a prefill engine. Its methods raise OSError for a stream that ends early, ValueError
+    for one that makes no sense."""
 
     def __init__(self, pieces: AsyncIterator[bytes]) -> None:
         self._pieces, self._held = pieces, bytearray()
