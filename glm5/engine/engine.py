@@ -18,7 +18,7 @@ from glm5.engine.grammar import Compiled, Grammars
 from glm5.engine.graphs import CudaCapture
 from glm5.engine.kv_pool import PAGE, KVPool, token_bytes
 from glm5.engine.page_files import PageFiles
-from glm5.engine.page_hash import fingerprint
+from glm5.engine.page_hash import fingerprint, weights_digest
 from glm5.engine.penalties import SamplerState, check_params
 from glm5.engine.radix_cache import RadixCache
 from glm5.engine.request import Request
@@ -199,6 +199,10 @@ class Engine:
 
             return TpEngine.start(directory, tokenizer, tp, dtype, device, quantize, **options)
         return cls(load_for_inference(directory, dtype, device, quantize), tokenizer, **options)
+
+    def weight_digests(self) -> list[int]:
+        """The `weights_digest` of every process that computes with this engine."""
+        return [weights_digest(self.model)]
 
     def close(self) -> None:
         """Write pages that wait for the disk. End the processes of a tensor-parallel engine."""

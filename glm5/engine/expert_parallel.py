@@ -24,6 +24,7 @@ from glm5.chat.tokenizer import Tokenizer
 from glm5.device import choose_device, make_current
 from glm5.engine.engine import Engine
 from glm5.engine.lockstep import LEAVE, MTP, TRUNK, UPDATE, Lockstep
+from glm5.engine.page_hash import weights_digest
 from glm5.engine.penalties import SamplerState
 from glm5.engine.request import Request
 from glm5.engine.runner import Feed, Runner
@@ -90,6 +91,8 @@ class ExpertParallelEngine(Engine):
         group, bells = join
         self._lockstep = Lockstep(group, bells, lambda kind: self.runner.empty(kind))
         self.runner.lockstep = self._lockstep
+        self._digests: list[int] = []
+        self._tell_digests()
 
     @classmethod
     def start(
@@ -160,7 +163,20 @@ class ExpertParallelEngine(Engine):
                 ) from None
             if len(set(versions)) > 1:
                 raise EngineError(f"The engines were given weights of different versions: {sorted(set(versions))}.")
-        super().update_weights(tensors, version)
+        try:
+            super().update_weights(tensors, version)
+        finally:
+            self._tell_digests()
+
+    def weight_digests(self) -> list[int]:
+        return self._digests
+
+    @torch.no_grad()
+    def _tell_digests(self) -> None:
+        """Learn the digest of every engine's weights. All engines do so at once."""
+        assert self._lockstep is not None
+        with self._together():
+            self._digests = self._lockstep.turn(UPDATE, weights_digest(self.model))
 
     def _copy_weights(self, new: NewWeights) -> None:
         own, division = self.model.state_dict(), division_of(self.model)

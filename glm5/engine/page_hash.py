@@ -22,31 +22,38 @@ from glm5.parallel.tensor import division_of
 
 if TYPE_CHECKING:
     from glm5.engine.engine import Engine
+    from glm5.model.glm5 import GLM5ForCausalLM
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SAMPLE = 16
 """Elements at both ends of every tensor that a fingerprint includes."""
 
 
-@torch.no_grad()
 def fingerprint(engine: Engine) -> str:
-    """The same for two engines whose pages for the same tokens are the same: equal cache, numerical mode and weights.
-
-    Of every tensor it includes the sum of all elements' bits, which is the same on every device, and some elements.
-    """
+    """The same for two engines whose pages for the same tokens are the same: equal cache, numerical mode and weights,
+    on all ranks of a divided model."""
     found, pool, division = blake2b(digest_size=16), engine.pool, division_of(engine.model)
     ranks = 1 if division is None else division.world
     form = [PAGE, pool.page_bytes(1), str(pool.cache.dtype), pool.cache.packed, engine.exact, ranks]
     found.update(repr([*form, str(engine.model.device.type), engine.model.scheme, engine.drafts > 0]).encode())
     found.update(json.dumps(engine.model.config.to_dict(), sort_keys=True).encode())
-    weights = [tensor for _, tensor in sorted(engine.model.state_dict().items()) if not tensor.is_meta]
-    weights += [t for module in engine.model.modules() for held in held_integers(module) for t in held.tensors]
+    found.update(json.dumps(engine.weight_digests()).encode())
+    return found.hexdigest()
+
+
+@torch.no_grad()
+def weights_digest(model: GLM5ForCausalLM) -> int:
+    """63 bits that stand for the weights in this process: of every tensor the sum of all elements' bits, which is the
+    same on every device, and some elements."""
+    found = blake2b(digest_size=8)
+    weights = [tensor for _, tensor in sorted(model.state_dict().items()) if not tensor.is_meta]
+    weights += [t for module in model.modules() for held in held_integers(module) for t in held.tensors]
     flat = [tensor.detach().reshape(-1) for tensor in weights]
     ends = torch.cat([end.double() for one in flat for end in (one[:SAMPLE], one[-SAMPLE:])])
     sums = torch.stack([one.view(INTEGERS[one.element_size()]).sum(dtype=torch.int64) for one in flat])
     for part in on_host([ends, sums]):
         found.update(part.numpy().tobytes())
-    return found.hexdigest()
+    return int.from_bytes(found.digest()) >> 1
 
 
 def root_link(known: str, namespace: str) -> bytes:

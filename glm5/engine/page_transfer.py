@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from glm5.engine.kv_pool import PAGE
 from glm5.errors import EngineError
 
 if TYPE_CHECKING:
     from glm5.engine.engine import Engine
     from glm5.engine.radix_cache import RadixCache
 
+EXPORT_BYTES = 1 << 28
+"""Most bytes of pages that are copied out of the cache at a time."""
 _PLACE = re.compile(r"/proc/\d{1,10}/fd/\d{1,10}")
 
 
@@ -45,9 +49,11 @@ def cache_of(engine: Engine) -> RadixCache:
 
 
 def export(engine: Engine, namespace: str, ids: Sequence[int], first: int) -> Sheaf:
-    """The pages of a prompt that the engine has by now, from page number `first` on. In the engine's thread."""
+    """The pages of a prompt that the engine has by now, from page number `first` on, `EXPORT_BYTES` of them at most. In
+    the engine's thread."""
     radix = cache_of(engine)
-    contents = [engine.pool.to_bytes(page) for page in radix.dump(namespace, ids, first)]
+    most = max(1, EXPORT_BYTES // engine.pool.page_bytes())
+    contents = [engine.pool.to_bytes(page) for page in radix.dump(namespace, ids[: (first + most) * PAGE], first)]
     return Sheaf(first, contents, radix.fingerprint, engine.weight_version)
 
 
@@ -142,21 +148,28 @@ class ToSharedMemory(PageSender):
         if not seals & fcntl.F_SEAL_GROW:
             os.close(self._file)
             raise PageError(f"{path} is not the shared memory of an engine.")
-        self._at = 0
+        self._at, self._closed = 0, False
+        self._lock = threading.Lock()  # `close` may come while another thread writes
 
     def write(self, data: bytes) -> bytes:
         view = memoryview(data)
         while view:
-            try:
-                written = os.pwrite(self._file, view, self._at)
-            except OSError as error:
-                raise PageError(f"The shared memory is too small ({error.strerror}).") from None
+            with self._lock:
+                if self._closed:  # the number may be another file's by now
+                    raise PageError("The transfer has ended.")
+                try:
+                    written = os.pwrite(self._file, view, self._at)
+                except OSError as error:
+                    raise PageError(f"The shared memory is too small ({error.strerror}).") from None
             self._at += written
             view = view[written:]
         return b""
 
     def close(self) -> None:
-        os.close(self._file)
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                os.close(self._file)
 
 
 def receiver(size: int, local: bool) -> PageReceiver:

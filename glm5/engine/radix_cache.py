@@ -124,10 +124,10 @@ class RadixCache:
 
     def _from_file(self, parent: Node, key: tuple[int, ...]) -> Node | None:
         """The node of a page that only a file has, now stored in host memory too."""
-        if self.files is None:
+        if self.files is None or not self.pool.available:
             return None
         data = self.files.get(next_link(self._link(parent), key), self.pool.page_bytes())
-        if data is None or not self.pool.available:
+        if data is None:
             return None
         node = parent.children[key] = Node(key, parent, stored=data, digest=_hash(data))
         root = parent

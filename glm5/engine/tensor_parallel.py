@@ -146,6 +146,10 @@ class TpEngine(Engine):
         self.group.tell({"do": "digest"})
         return [cache_digest(self.pool), *(answer["digest"] for answer in self.group.answers())]
 
+    def weight_digests(self) -> list[int]:
+        self.group.tell({"do": "weights"})
+        return [*super().weight_digests(), *(answer["weights"] for answer in self.group.answers())]
+
     def _new_pool(self) -> KVPool:
         rows = self.max_batch + 1
         build = {"do": "build", "tokens": self.cache_tokens, "rows": rows, "exact": self.exact}

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from glm5.device import make_current, put
 from glm5.engine.kv_pool import PAGE, KVPool
+from glm5.engine.page_hash import weights_digest
 from glm5.engine.runner import SHIFT, forward_pass, widened
 from glm5.engine.tensor_parallel_group import SECONDS, Collectives, Wire, cache_digest, load_part, tensor_bytes
 from glm5.engine.weight_group import connect
@@ -107,6 +108,10 @@ class Rank:
         data = self._wire.read(bytes)
         if data:
             target.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8).view(target.dtype).view(target.shape))
+
+    def weights(self) -> None:
+        """Answer with the digest of the weights."""
+        self._wire.send({"weights": weights_digest(self.model)})
 
     def digest(self, **options: Any) -> None:
         """Answer with the SHA-256 of the cache."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +33,9 @@ from glm5.serve.samples import Part
 log = get_logger("serve")
 
 SILENT_SECONDS = 30.0
-"""A prefill engine says something every second; one that is silent for so long is given up."""
+"""A prefill engine that sends no page for so long is given up."""
+FAILED_SECONDS = 10.0
+"""A prefill engine that could not be reached, or was given up, gets no prompts for so long."""
 LONGEST_LINE = 1 << 20
 MOST_AHEAD = 2
 """Prompts more than the least loaded engine that an engine may have of this one, and still be chosen."""
@@ -60,6 +63,7 @@ class RemotePrefill:
         self._thread, self._metrics, self._least, self._servers = thread, metrics, max(1, least), servers
         self._clients: dict[str, HttpClient] = {}
         self._load: Counter[str] = Counter()
+        self._failed: dict[str, float] = {}  # by address, until when it gets no prompts
 
     async def bring(self, parts: Sequence[Part], addresses: Sequence[str]) -> list[Part]:
         """Fetch the prompts of `parts` from engines at Unix sockets or URLs, the preferred one first. Returns the parts
@@ -72,11 +76,17 @@ class RemotePrefill:
     async def _bring(self, part: Part, addresses: Sequence[str]) -> Part:
         if part.score or part.computed:
             return part
-        left, computed, tried = list(addresses), 0, 0
+        now = time.monotonic()
+        self._failed = {address: until for address, until in self._failed.items() if until > now}
+        left, computed, tried = [address for address in addresses if address not in self._failed], 0, 0
+        before: Wanted | None = None
         while True:
             wanted = await self._thread.call(partial(_wanted, part=part))
+            if wanted is not None and before is not None:  # what came before an engine failed
+                computed += max(0, wanted.first - before.first) * PAGE
+            before = wanted
             if wanted is None or wanted.lacking < self._least or not left:
-                if wanted is not None and tried and not left:
+                if wanted is not None and not left and (tried or wanted.lacking >= self._least):
                     self._metrics.prefill_fallbacks += 1
                 return replace(part, computed=computed) if computed else part
             address = self._choice(left)
@@ -84,10 +94,12 @@ class RemotePrefill:
             tried += 1
             self._load[address] += 1
             try:
-                computed = await self._fetch(address, wanted)
+                computed += await self._fetch(address, wanted)
                 return replace(part, computed=computed)
             except (OSError, PageError, ValueError) as error:
                 log.warning("The prefill engine %s failed, others do its work: %s", address, _short(error))
+                if isinstance(error, OSError):
+                    self._failed[address] = time.monotonic() + FAILED_SECONDS
                 if (client := self._clients.pop(address, None)) is not None:
                     client.close()  # an engine that takes its place has another address
             finally:
@@ -103,16 +115,24 @@ class RemotePrefill:
         Raises OSError, ValueError or PageError after a part of them at most."""
         local = address.startswith("/")
         room = receiver(sum(wanted.sizes), local)
+        request = _request(wanted, room)
         try:
-            async with self._client(address).send("POST", PREFILL_PATH, _request(wanted, room)) as answer:
+            async with (
+                asyncio.timeout(SILENT_SECONDS) as limit,
+                self._client(address).send("POST", PREFILL_PATH, request) as answer,
+            ):
                 messages = Messages(answer.pieces())
                 if answer.status != 200:
                     raise PageError(f"status {answer.status}: {await messages.beginning()}")
-                return await self._receive(messages, wanted, room)
+                return await self._receive(messages, wanted, room, limit)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise ConnectionError(f"the prefill engine sent no page for {SILENT_SECONDS:g} seconds") from None
         finally:
             room.close()
 
-    async def _receive(self, messages: Messages, wanted: Wanted, room: PageReceiver) -> int:
+    async def _receive(self, messages: Messages, wanted: Wanted, room: PageReceiver, limit: asyncio.Timeout) -> int:
         own = links(root_link(wanted.fingerprint, wanted.namespace), wanted.ids)[wanted.first :]
         done = 0
         while True:
@@ -123,14 +143,17 @@ class RemotePrefill:
                 if done != len(own):
                     raise PageError(f"{len(own) - done} pages are missing.")
                 cached = message.get("cached")
-                return len(wanted.ids) - max(cached if isinstance(cached, int) else 0, wanted.first * PAGE)
+                known = min(cached, len(wanted.ids)) if isinstance(cached, int) else 0
+                return len(wanted.ids) - max(known, wanted.first * PAGE)
             told = message.get("pages")
             if not isinstance(told, list) or len(told) > len(own) - done:
                 raise PageError("It sent more pages than were asked for.")
             sizes = wanted.sizes[done : done + len(told)]
             contents = [room.read(size) or await messages.bytes(size) for size in sizes]
             if told:
+                limit.reschedule(None)
                 await self._adopt(wanted, done, told, own[done:], contents)
+                limit.reschedule(asyncio.get_running_loop().time() + SILENT_SECONDS)
             done += len(told)
 
     async def _adopt(
@@ -164,8 +187,8 @@ class RemotePrefill:
 
 
 class Messages:
-    """The stream of messages of a prefill engine. Its methods raise OSError for a stream that ends early or is silent
-    for too long, ValueError for one that makes no sense."""
+    """The stream of messages of a prefill engine. Its methods raise OSError for a stream that ends early, ValueError
+    for one that makes no sense."""
 
     def __init__(self, pieces: AsyncIterator[bytes]) -> None:
         self._pieces, self._held = pieces, bytearray()
@@ -177,7 +200,10 @@ class Messages:
             await self._more()
         line = bytes(self._held[:end])
         del self._held[: end + 1]
-        message = json.loads(line)
+        try:
+            message = json.loads(line)
+        except RecursionError:
+            raise ValueError("a message of a prefill engine is nested too deeply") from None
         if not isinstance(message, dict):
             raise ValueError("a message of a prefill engine is not a JSON object")
         return message
@@ -197,12 +223,9 @@ class Messages:
 
     async def _more(self) -> None:
         try:
-            async with asyncio.timeout(SILENT_SECONDS):
-                self._held += await anext(self._pieces)
+            self._held += await anext(self._pieces)
         except StopAsyncIteration:
             raise ConnectionError("the prefill engine ended its answer early") from None
-        except TimeoutError:
-            raise ConnectionError(f"the prefill engine was silent for {SILENT_SECONDS:g} seconds") from None
 
 
 def _wanted(engine: Engine, part: Part) -> Wanted | None:

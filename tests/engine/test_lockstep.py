@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from glm5.engine.expert_parallel import ExpertParallelEngine
 from glm5.engine.lockstep import IDLE, LEAVE, MTP, NOTHING, SLEEP, TRUNK, UPDATE, Lockstep, decide
+from glm5.engine.page_hash import fingerprint
 from glm5.errors import ConfigError
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.parallel.tensor import divide_experts_of, division_of, fill_divided
@@ -162,3 +165,25 @@ def test_every_engine_keeps_its_experts_and_all_of_the_rest(
         assert part.config.n_routed_experts == experts
     with pytest.raises(ConfigError, match=f"n_routed_experts is {experts}"):
         divide_experts_of(GLM5ForCausalLM.from_pretrained(tmp_path, device="meta"), 0, experts + 1, lambda *a: a[1])
+
+
+def test_pages_depend_on_the_experts_of_all_engines(small: Callable[..., GLM5ForCausalLM], tmp_path: Path) -> None:
+    model = small()
+    found = []
+    for number in range(2):
+        model.save_pretrained(tmp_path / str(number))
+        group, store = PlayedGroup(2), dist.HashStore()
+
+        def engine(rank: int) -> str:
+            part = GLM5ForCausalLM.from_pretrained(tmp_path / str(number), device="meta")  # noqa: B023
+            with torch.no_grad():
+                divide_experts_of(part, rank, 2, lambda *arguments: arguments[1])
+                fill_divided(part, torch.device("cpu"))
+            return fingerprint(ExpertParallelEngine(part, None, (group.of(rank), (store, store))))  # noqa: B023
+
+        with ThreadPoolExecutor() as pool:
+            found.append(list(pool.map(engine, range(2))))
+        for name, tensor in model.state_dict().items():
+            if ".experts." in name:
+                tensor[-1] *= 2.0  # one of the second engine
+    assert found[0][0] == found[0][1] != found[1][0] == found[1][1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from glm5.engine import page_files
 from glm5.engine.engine import Engine
 from glm5.engine.kv_pool import PAGE
-from glm5.engine.page_files import HEAD, PageFiles
+from glm5.engine.page_files import HEAD, WAITING, PageFiles, own_folder
 from glm5.errors import ConfigError, EngineError
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.records import SamplingParams
@@ -103,8 +106,8 @@ def test_other_weights_namespaces_and_modes_find_nothing(small: Small, tmp_path:
     changed = small()
     with torch.no_grad():
         changed.model.embed_tokens.weight.view(-1)[333] += 1e-3
-    for engine in (Engine(small(seed=1), disk_cache=tmp_path), Engine(changed, disk_cache=tmp_path),
-                   Engine(small(), exact=False, disk_cache=tmp_path)):  # fmt: skip
+    for model, exact in ((small(seed=1), True), (changed, True), (small(), False)):
+        engine = Engine(model, exact=exact, disk_cache=tmp_path)
         assert engine.generate([ids], GREEDY)[0].cached_len == 0
         engine.close()
     engine = Engine(small(), disk_cache=tmp_path)
@@ -169,6 +172,13 @@ def test_folders_that_cannot_be_used(tmp_path: Path, small: Small) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot hold pages"):
         PageFiles(tmp_path / "file", 1000)
+    with pytest.raises(ConfigError, match="Others may write"):
+        own_folder(shared)  # of the engines' folders
+    first = PageFiles(tmp_path / "mine", 1000)
+    with pytest.raises(ConfigError, match="Another server"):
+        PageFiles(tmp_path / "mine", 1000)
+    first.close()
+    PageFiles(tmp_path / "mine", 1000).close()
     with pytest.raises(EngineError, match="prefix cache"):
         Engine(small(), prefix_cache=False, disk_cache=tmp_path)
 
@@ -186,3 +196,42 @@ def test_a_full_disk_costs_pages_only(files: Any, monkeypatch: pytest.MonkeyPatc
     pages.flush()
     assert pages.dropped == 1 and link(2) not in pages and link(1) in pages
     assert [path.name for path in pages.folder.iterdir()] == [f"{link(1).hex()}.page"]
+
+
+def test_what_cannot_be_removed_or_is_no_file_is_a_miss(files: Any) -> None:
+    pages = files()
+    for number in range(3):
+        pages.put(link(number), bytes(100))
+    pages.close()
+    for number in range(3):
+        (pages.folder / f"{link(number).hex()}.page").unlink()
+    (pages.folder / f"{link(0).hex()}.page").mkdir()
+    os.mkfifo(pages.folder / f"{link(1).hex()}.page")
+    (pages.folder / ".glm5-history").write_text("mine")
+    (pages.folder / f".glm5-{'0' * 16}").write_text("a write that did not end")
+    pages = files()
+    assert pages.get(link(0), 100) is None and pages.get(link(1), 100) is None and pages.damaged == 2
+    pages.put(link(0), bytes(100))
+    pages.flush()
+    assert pages.dropped == 1 and pages.used == 0
+    assert {path.name for path in pages.folder.iterdir()} == {".glm5-history", f"{link(0).hex()}.page"}
+
+
+def test_clear_forgets_what_waits_and_waits_for_nothing(files: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages, goes = files(), threading.Event()
+    rename = Path.rename
+    monkeypatch.setattr(Path, "rename", lambda *arguments: (goes.wait(10), rename(*arguments)))
+    for number in range(WAITING + 20):
+        pages.put(link(number), bytes(100))
+    assert pages.dropped
+    pages.clear()  # a disk that hangs does not hold up the engine
+    monkeypatch.setattr(page_files, "CLOSE_SECONDS", 0.05)
+    goes.set()
+    pages.flush()
+    pages.put(link(3), bytes(100))
+    pages.flush()
+    assert [path.name for path in pages.folder.iterdir()] == [f"{link(3).hex()}.page"] and link(3) in pages
+    goes.clear()
+    pages.put(link(4), bytes(100))
+    pages.close()
+    goes.set()

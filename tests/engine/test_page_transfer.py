@@ -164,6 +164,10 @@ def test_shared_memory_has_one_size_and_only_engines_write_to_it(tmp_path: Any) 
     with pytest.raises(PageError, match="more than it was asked"):
         room.read(1)
     to.close()
+    with (tmp_path / "next").open("wb") as opened, pytest.raises(PageError, match="has ended"):
+        to.write(b"x")  # its descriptor is another file's by now
+    assert (tmp_path / "next").read_bytes() == b"" and opened.closed
+    to.close()
     room.close()
     file = tmp_path / "file"
     file.write_bytes(b"kept")

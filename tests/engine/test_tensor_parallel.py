@@ -16,6 +16,7 @@ from glm5.chat.tokenizer import Tokenizer
 from glm5.config.model import GLM5Config
 from glm5.engine import tensor_parallel_group
 from glm5.engine.engine import Engine
+from glm5.engine.page_hash import fingerprint
 from glm5.engine.tensor_parallel import TpEngine
 from glm5.engine.tensor_parallel_group import Collectives, Group, load_part
 from glm5.engine.weight_group import Assembly, pack
@@ -122,7 +123,9 @@ def test_grammars_and_requests_that_fail_alone(both: Any, small: Small, tokenize
 
 @pytest.mark.dist
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
-def test_new_weights_and_pages_from_the_host(both: Any, small: Small, tmp_path: Path, dtype: torch.dtype) -> None:
+def test_new_weights_and_pages_from_the_host(
+    both: Any, small: Small, tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     two, one = both(small(dtype=dtype), cache_tokens=384, host_cache_bytes=1 << 20)
     new = small(seed=8, dtype=dtype)
     new.save_pretrained(tmp_path / "new")
@@ -130,6 +133,11 @@ def test_new_weights_and_pages_from_the_host(both: Any, small: Small, tmp_path: 
         small(num_attention_heads=4).save_pretrained(tmp_path / "other")
         stage(two.model, tmp_path / "other")
     before = two.generate(PROMPTS, GREEDY)
+    known, digests = fingerprint(two), two.weight_digests()
+    assert len(set(digests)) == 2
+    monkeypatch.setattr(two, "weight_digests", lambda: [digests[0], digests[1] + 1])
+    assert fingerprint(two) != known  # it covers all ranks
+    monkeypatch.undo()
     (request,) = two.submit(PREFIX, GREEDY)
     two.step()
     update = apply(two, stage(two.model, tmp_path / "new"), 3)

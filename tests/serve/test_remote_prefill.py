@@ -27,6 +27,7 @@ from glm5.serve import remote_prefill
 from glm5.serve.access import PREFILL_HEADER, PREFILL_PATH, Access
 from glm5.serve.app import create_app
 from glm5.serve.options import Limits, PrefillServers
+from glm5.serve.surfaces.native import prefill
 
 TEXT = "a few words that come again and again. " * 12
 GREEDY = {"max_new_tokens": 6, "temperature": 0.0}
@@ -97,6 +98,24 @@ def test_a_prompt_is_computed_elsewhere(ask: Ask, address: str, expected: list[i
     assert ask(address, cache_salt="mine")[0] == expected and metrics.prefill_tokens == 2 * before  # a cache of its own
 
 
+def test_a_long_prompt_leaves_in_small_pieces(
+    ask: Ask, address: str, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exported: list[int] = []
+    export = prefill.export
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        sheaf = export(*arguments, **options)
+        exported.append(len(sheaf.contents))
+        return sheaf
+
+    monkeypatch.setattr(page_transfer, "EXPORT_BYTES", 1)
+    monkeypatch.setattr(prefill, "export", counted)
+    ids, meta, metrics = ask(address)
+    assert ids == expected and metrics.prefill_tokens == meta["prompt_tokens"] and metrics.prefill_fallbacks == 0
+    assert max(exported) == 1 and sum(exported) == -(-meta["prompt_tokens"] // PAGE)
+
+
 def test_damaged_pages_are_refused_and_computed_here(
     ask: Ask, address: str, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,8 +131,8 @@ def test_damaged_pages_are_refused_and_computed_here(
         return write(self, data)
 
     monkeypatch.setattr(kind, "write", damaged)
-    ids, _, metrics = ask(address)
-    assert ids == expected and metrics.prefill_tokens == 2 * PAGE
+    ids, meta, metrics = ask(address)
+    assert ids == expected and metrics.prefill_tokens == 2 * PAGE and meta["cached_tokens"] == 0
     assert metrics.prefill_pages_refused >= 1 and metrics.prefill_fallbacks == 1
 
 
@@ -121,8 +140,11 @@ def test_the_next_prefill_engine_goes_on(
     ask: Ask, address: str, expected: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """One that is gone, then one that is there."""
-    ids, meta, metrics = ask(str(tmp_path / "gone.sock"), address)
+    gone = str(tmp_path / "gone.sock")
+    ids, meta, metrics = ask(gone, address)
     assert ids == expected and metrics.prefill_tokens == meta["prompt_tokens"] and metrics.prefill_fallbacks == 0
+    monkeypatch.delattr(remote_prefill.RemotePrefill, "_choice")  # a failed engine is left alone for a while
+    assert ask(gone, cache_salt="x")[0] == expected and metrics.prefill_fallbacks == 1
 
 
 def test_other_weights_are_refused(ask: Ask, address: str, model: GLM5ForCausalLM, tokenizer: Tokenizer) -> None:
@@ -184,11 +206,12 @@ Play = Callable[[asyncio.StreamWriter], Awaitable[None]]
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/octet-stream\r\nconnection: close\r\n\r\n"
 
 
-def says(*lines: Any, head: bytes = HEAD, wait: float = 0.0) -> Play:
+def says(*lines: Any, head: bytes = HEAD, wait: float = 0.0, pause: float = 0.0) -> Play:
     async def play(writer: asyncio.StreamWriter) -> None:
         writer.write(head)
         for line in lines:
             writer.write(line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n")
+            await asyncio.sleep(pause)
         await writer.drain()
         await asyncio.sleep(wait)
 
@@ -202,6 +225,9 @@ def says(*lines: Any, head: bytes = HEAD, wait: float = 0.0) -> Play:
         says(head=b"HTTP/1.1 500 Oops\r\ncontent-length: 4\r\n\r\nOops"),
         says(),
         says(wait=5.0),
+        says(head=b"", wait=5.0),
+        says(*[b'{"pages": []}\n'] * 20, pause=0.1),
+        says(b"[" * 500_000 + b"\n"),
         says(b"[1]\n"),
         says(b"{\n"),
         says(b"x" * ((1 << 20) + 2)),
@@ -248,6 +274,7 @@ def test_whatever_a_prefill_engine_says(
         ids, _, metrics = ask(str(path))
         assert ids == expected and metrics.prefill_tokens == 0 and metrics.prefill_fallbacks == 1
         assert time.monotonic() - began < 4
+        assert ask(str(path), cache_salt="again")[0] == expected and metrics.prefill_fallbacks == 2
     finally:
         done.set()
         thread.join(20)

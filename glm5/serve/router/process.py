@@ -76,6 +76,7 @@ def main() -> None:
 def _serve(job: WorkerJob, control: TextIO) -> None:
     # torch takes seconds to import. The router may end meanwhile, so the thread that watches it must run already.
     from glm5.device import choose_device, make_current
+    from glm5.engine.page_files import own_folder
     from glm5.serve.app import listen, load_app
 
     # The client of this process is the router, which reads only as fast as its own client. The router disconnects
@@ -86,7 +87,9 @@ def _serve(job: WorkerJob, control: TextIO) -> None:
     devices = [choose_device(job.options.device, job.number * tp + rank) for rank in range(tp)]
     make_current(devices[0])
     disk = job.options.disk_cache
-    disk = disk and str(Path(disk) / f"engine-{job.number}")
+    if disk:
+        own_folder(Path(disk))
+        disk = str(Path(disk) / f"engine-{job.number}")
     options = replace(job.options, disk_cache=disk, device=",".join(map(str, devices)), ep_rank=job.number)
     app = load_app(Path(job.directory), limits, options, model_name=job.model_name, prefill=job.prefill, **access)
     app.state.service.thread.engine.weight_version = job.version

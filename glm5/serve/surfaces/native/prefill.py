@@ -72,21 +72,22 @@ class _Sending:
         try:
             while True:
                 last = ended.done()  # before the look: nothing can come after it
-                if pieces := await self._pages():
-                    for piece in pieces:
-                        yield piece
-                elif loop.time() - said >= ALIVE_SECONDS:
+                pieces = await self._pages()
+                for piece in pieces:
+                    yield piece
+                if not pieces and loop.time() - said >= ALIVE_SECONDS:
                     yield _line({"pages": []})
-                else:
-                    pieces = None
-                said = said if pieces is None else loop.time()
+                    said = loop.time()
+                elif pieces:
+                    said = loop.time()
                 if self._sent == len(self._links):
                     yield _line({"end": True, "cached": self._stream.requests[0].completion.cached_len})
                     return
-                if last:
+                if last and not pieces:
                     await ended
                     raise PageError("The pages were evicted before they could be sent; the cache is too small.")
-                await asyncio.wait((ended,), timeout=POLL_SECONDS)
+                if not pieces:
+                    await asyncio.wait((ended,), timeout=POLL_SECONDS)
         except Glm5Error as error:
             yield _line({"error": str(error)})
         finally:
