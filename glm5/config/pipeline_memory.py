@@ -44,6 +44,11 @@ def sent_states(span: Span, depths: int) -> int:
     return 0 if span.head else 1 + depths if span.mtp else 1
 
 
+def received_states(span: Span, depths: int) -> int:
+    """Hidden states per token that a stage gets, and of which it sends gradients back."""
+    return 0 if span.embeds else 1 if span.norm or not span.head else 1 + depths
+
+
 def transferred(step: RankStep, span: Span) -> int:
     """Bytes of a micro-batch that a stage sends to the next one; the gradients that come back have those of the hidden
     states."""
@@ -64,11 +69,18 @@ def stored_bytes(step: RankStep) -> list[int]:
     ]
 
 
+def state_bytes(step: RankStep) -> list[int]:
+    """Bytes of a micro-batch's hidden states that each stage of a process gets and sends."""
+    forward = step.forward
+    one = forward.tokens * step.config.hidden_size * forward.item
+    return [one * (sent_states(x, forward.depths) + received_states(x, forward.depths)) for x in step.spans]
+
+
 def most_in_flight(step: RankStep) -> tuple[int, ...]:
     """For each stage of a process, the micro-batches in flight when they keep the most bytes together."""
-    s, stored = step.setting, stored_bytes(step)
-    states = in_flight(s.pp, s.stages_per_rank, step.rank, s.parts)
-    return max(sorted(states), key=lambda counts: sum(n * size for n, size in zip(counts, stored)))
+    s, sizes = step.setting, [sum(pair) for pair in zip(stored_bytes(step), state_bytes(step))]
+    found = in_flight(s.pp, s.stages_per_rank, step.rank, s.parts)
+    return max(sorted(found), key=lambda counts: sum(n * size for n, size in zip(counts, sizes)))
 
 
 def pipeline_moments(step: RankStep, fixed: dict[str, int]) -> Iterator[tuple[str, str, dict[str, int]]]:
@@ -80,14 +92,9 @@ def pipeline_moments(step: RankStep, fixed: dict[str, int]) -> Iterator[tuple[st
     buffers = 2 if s.stages_per_rank > 1 else 1
     alive["gradients"] = step.gradient
     alive["gradients: buffers of whole stages"] = buffers * largest * WIDE
-    for span, stored, count in zip(spans, stored_bytes(step), most_in_flight(step)):
-        if not count:
-            continue
+    for span, stored, states, count in zip(spans, stored_bytes(step), state_bytes(step), most_in_flight(step)):
         alive[f"activations: stage {span.stage}, {count} in flight"] = count * stored
-        states = sent_states(span, forward.depths) + (0 if span.embeds else 1)
-        alive[f"communication: hidden states of stage {span.stage}"] = (
-            count * states * forward.tokens * c.hidden_size * forward.item
-        )
+        alive[f"communication: hidden states of stage {span.stage}"] = count * states
     if any(span.head for span in spans) and not frozen:
         yield "loss", "output head", {**alive, "logits": logits_bytes(c, forward)}
     for layer in dict.fromkeys(layer for _, layer, _ in step.kept):

@@ -13,7 +13,8 @@ from glm5.config.activations import Forward
 from glm5.config.devices import device_named
 from glm5.config.model import GLM5Config
 from glm5.config.parameters import parameters
-from glm5.config.pipeline_memory import in_flight, stored_bytes
+from glm5.config.pipeline import divide
+from glm5.config.pipeline_memory import in_flight, received_states, sent_states, state_bytes, stored_bytes
 from glm5.config.step_memory import RankStep, Setting
 from glm5.config.step_time import bubble, speed_of
 from glm5.launch.layout_report import plan_layouts, tensors
@@ -73,12 +74,20 @@ def test_the_most_bytes_in_flight_are_those_of_the_schedule() -> None:
     config = GLM5Config.preset("tiny", use_dsa=False)
     for rank, actions in enumerate(make_schedule(2, 2, 6)):
         step = RankStep(config, replace(BASE, world=2, pp=2, stages_per_rank=2, parts=6), rank)
-        sizes, alive, most = stored_bytes(step), 0, 0
+        sizes, alive, most = [*map(sum, zip(stored_bytes(step), state_bytes(step)))], 0, 0
         for action in actions:
             alive += {"F": 1, "B": -1}.get(action.kind, 0) * sizes[action.stage // 2]
             most = max(most, alive)
         held = next(step.moments()).held
-        assert sum(size for name, size in held.items() if "in flight" in name) == most
+        assert sum(size for name, size in held.items() if "stage " in name) == most
+
+
+@pytest.mark.parametrize(("layers", "mtp"), [((2, 2), 1), ((4, 0), 1), ((3, 1, 0), 1), ((4, 0, 0), 1), ((3, 1, 0), 0)])
+def test_what_a_stage_sends_arrives_at_the_next(layers: tuple[int, ...], mtp: int) -> None:
+    spans = divide(GLM5Config.preset("nano", num_nextn_predict_layers=mtp), len(layers), layers)
+    depths = 3 * mtp
+    assert [sent_states(a, depths) for a in spans[:-1]] == [received_states(b, depths) for b in spans[1:]]
+    assert received_states(spans[0], depths) == sent_states(spans[-1], depths) == 0
 
 
 @pytest.mark.slow
