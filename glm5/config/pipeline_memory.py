@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from glm5.config.activations import INDEX, WIDE, again_bytes, gradient_bytes, kept_by_heads, logits_bytes
@@ -13,14 +13,25 @@ if TYPE_CHECKING:
     from glm5.config.step_memory import RankStep
 
 
-def in_flight(pp: int, stages_per_rank: int, rank: int, parts: int) -> list[int]:
-    """For each stage of a rank, the most micro-batches between forward and backward, in interleaved 1F1B (see
-    `glm5/parallel/schedule.py`): the warm-up runs rounds of `pp` micro-batches through one stage after the other."""
+@lru_cache(maxsize=1024)
+def in_flight(pp: int, stages_per_rank: int, rank: int, parts: int) -> frozenset[tuple[int, ...]]:
+    """What is ever alive on a rank, in interleaved 1F1B (`make_schedule` of `glm5/parallel/schedule.py`, whose order
+    this repeats): the number of micro-batches between forward and backward of each of its stages."""
     chunks = stages_per_rank
+    parts = min(parts, 4 * pp + parts % pp)  # all later rounds repeat the third one
+    order = [(chunk, m) for start in range(0, parts, pp) for chunk in range(chunks) for m in range(start, start + pp)]
     ahead = pp - 1 - rank if chunks == 1 else (chunks - 1) * pp + 2 * (pp - 1 - rank)
-    order = ((chunk, m) for start in range(0, parts, pp) for chunk in range(chunks) for m in range(start, start + pp))
-    begun = [unit for unit in islice(order, ahead + 1) if unit[1] < parts]
-    return [sum(chunk == own for chunk, _ in begun) for own in range(chunks)]
+    counts = [0] * chunks
+    found = set()
+    for place in range(len(order) + ahead):
+        if place < len(order):
+            chunk, micro = order[place]
+            counts[chunk] += micro < parts
+            found.add(tuple(counts))
+        if place >= ahead:
+            chunk, micro = order[place - ahead]
+            counts[chunks - 1 - chunk] -= micro < parts
+    return frozenset(found)
 
 
 def gradient_sums(pp: int, stages_per_rank: int, parts: int) -> int:
@@ -33,6 +44,11 @@ def sent_states(span: Span, depths: int) -> int:
     return 0 if span.head else 1 + depths if span.mtp else 1
 
 
+def received_states(span: Span, depths: int) -> int:
+    """Hidden states per token that a stage gets, and of which it sends gradients back."""
+    return 0 if span.embeds else 1 if span.norm or not span.head else 1 + depths
+
+
 def transferred(step: RankStep, span: Span) -> int:
     """Bytes of a micro-batch that a stage sends to the next one; the gradients that come back have those of the hidden
     states."""
@@ -42,40 +58,46 @@ def transferred(step: RankStep, span: Span) -> int:
     return forward.tokens * (width + (indices if forward.attention == "sparse" else 0))
 
 
+def stored_bytes(step: RankStep) -> list[int]:
+    """Bytes that a micro-batch keeps on the device until backward, for each stage of a process."""
+    last = step.config.num_hidden_layers
+    heads = kept_by_heads(step.config, step.forward)
+    device = [(layer, size) for (_, layer, _), size in zip(step.kept, step.on_device)]
+    return [
+        sum(size for layer, size in device if layer in span.layers or (span.mtp and layer == last)) + heads * span.head
+        for span in step.spans
+    ]
+
+
+def state_bytes(step: RankStep) -> list[int]:
+    """Bytes of a micro-batch's hidden states that each stage of a process gets and sends."""
+    forward = step.forward
+    one = forward.tokens * step.config.hidden_size * forward.item
+    return [one * (sent_states(x, forward.depths) + received_states(x, forward.depths)) for x in step.spans]
+
+
+def most_in_flight(step: RankStep) -> tuple[int, ...]:
+    """For each stage of a process, the micro-batches in flight when they keep the most bytes together."""
+    s, sizes = step.setting, [sum(pair) for pair in zip(stored_bytes(step), state_bytes(step))]
+    found = in_flight(s.pp, s.stages_per_rank, step.rank, s.parts)
+    return max(sorted(found), key=lambda counts: sum(n * size for n, size in zip(counts, sizes)))
+
+
 def pipeline_moments(step: RankStep, fixed: dict[str, int]) -> Iterator[tuple[str, str, dict[str, int]]]:
     """Backward of each layer while as many micro-batches as possible are in flight: the fields of a `Moment`."""
     c, s, forward, spans = step.config, step.setting, step.forward, step.spans
-    flying = in_flight(s.pp, s.stages_per_rank, step.rank, s.parts)
     alive = {**fixed, "gathered: weights of the stages": step.total.whole * forward.item}
     frozen = s.trains == "indexers"
     largest = max(sum(size.learned_whole for size in step.stage_sizes([span])) for span in spans)
     buffers = 2 if s.stages_per_rank > 1 else 1
     alive["gradients"] = step.gradient
     alive["gradients: buffers of whole stages"] = buffers * largest * WIDE
-    kept = {layer: size for _, layer, size in step.kept}
-    device = dict(zip((name for name, _, _ in step.kept), step.on_device))
-    named = {name: layer for name, layer, _ in step.kept}
-
-    def of(span: Span) -> int:
-        return sum(
-            size
-            for name, size in device.items()
-            if named[name] in span.layers or (span.mtp and named[name] == c.num_hidden_layers)
-        )
-
-    heads = kept_by_heads(c, forward)
-    for span, count in zip(spans, flying):
-        if not count:
-            continue
-        stored = of(span) + (heads if span.head else 0)
+    for span, stored, states, count in zip(spans, stored_bytes(step), state_bytes(step), most_in_flight(step)):
         alive[f"activations: stage {span.stage}, {count} in flight"] = count * stored
-        states = sent_states(span, forward.depths) + (0 if span.embeds else 1)
-        alive[f"communication: hidden states of stage {span.stage}"] = (
-            count * states * forward.tokens * c.hidden_size * forward.item
-        )
+        alive[f"communication: hidden states of stage {span.stage}"] = count * states
     if any(span.head for span in spans) and not frozen:
         yield "loss", "output head", {**alive, "logits": logits_bytes(c, forward)}
-    for layer in kept:
+    for layer in dict.fromkeys(layer for _, layer, _ in step.kept):
         entering, at_weights = gradient_bytes(c, forward, layer, s.ep > 1)
         again = again_bytes(c, forward, layer)
         work = max(entering, 0 if frozen else step.sizes[layer].widest * forward.item + at_weights)

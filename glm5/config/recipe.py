@@ -112,7 +112,7 @@ class DsaStage(CorpusStage):
     kind: Literal["dsa_warmup", "dsa_sparse"]
     indexer_weight: float = Field(1.0, ge=0)
     """Weight of the indexers' KL in the sparse stage; it is the only loss of the warm-up."""
-    share_indexers: int | str | None = None
+    share_indexers: Annotated[int, Field(ge=1)] | Annotated[str, Field(pattern="^F[FS]*$")] | None = None
     """IndexShare: before the stage, drop the indexers of some layers; these reuse the keys that the nearest layer
     before them with an indexer selects. A number n keeps those of the first three layers and then of every n-th
     (GLM-5.2: 4); a text has one letter per layer, F (keeps its indexer) or S. An indexer learns from all layers that

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from glm5.config.activations import WIDE, exchanged_bytes, mode_of
 from glm5.config.devices import Device
 from glm5.config.parameters import Sizes
-from glm5.config.pipeline_memory import gradient_sums, transferred
+from glm5.config.pipeline_memory import gradient_sums, received_states, transferred
 from glm5.config.step_memory import RankStep
 
 
@@ -111,10 +111,8 @@ def _pipeline(step: RankStep) -> Iterator[Traffic]:
     forward = sum(transferred(step, span) for span in step.spans)
     yield Traffic("send", "hidden states of pipeline stages", forward * s.parts, 2, s.ranks)
     if s.trains != "indexers":
-        # What the stages before sent comes back as gradients: about as much as this process sends forward.
-        back = sum(
-            step.forward.tokens * step.config.hidden_size * step.forward.item for span in step.spans if not span.embeds
-        )
+        states = sum(received_states(span, step.forward.depths) for span in step.spans)
+        back = states * step.forward.tokens * step.config.hidden_size * step.forward.item
         yield Traffic("send", "gradients of pipeline stages", back * s.parts, 2, s.ranks)
 
 

@@ -10,7 +10,7 @@ from glm5.config.activations import exchanged_bytes
 from glm5.config.devices import Device
 from glm5.config.keep_plan import Choice, choose, kept_by_mode, layer_choices
 from glm5.config.model import GLM5Config
-from glm5.config.pipeline_memory import in_flight
+from glm5.config.pipeline_memory import most_in_flight
 from glm5.config.step_memory import Moment, RankStep, Setting
 from glm5.config.step_time import Speed, StepTime, bubble, speed_of, step_time
 from glm5.config.traffic import Traffic, step_traffic
@@ -183,8 +183,7 @@ def _fit(
 
 def _times_kept(step: RankStep) -> dict[int, int]:
     """How many micro-batches' activations of each layer are alive at once; of the MTP layer, times its depths."""
-    s = step.setting
-    counts = in_flight(s.pp, s.stages_per_rank, step.rank, s.parts) if s.pp > 1 else [1]
+    counts = most_in_flight(step) if step.setting.pp > 1 else (1,)
     found: dict[int, int] = {}
     for span, count in zip(step.spans, counts):
         found |= dict.fromkeys(span.layers, count)

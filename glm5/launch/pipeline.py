@@ -23,12 +23,13 @@ from glm5.chat import Tokenizer
 from glm5.config.load import dump_recipe
 from glm5.config.model import GLM5Config
 from glm5.config.parallel import Layout
-from glm5.config.pipeline import divide
-from glm5.config.recipe import DsaStage, FamilyConfig, GradientStage, PolicyStage, RunRecipe, Stage, TokenizerStage
+from glm5.config.recipe import FamilyConfig, GradientStage, PolicyStage, RunRecipe, Stage, TokenizerStage
+from glm5.config.stage_spans import stage_spans
 from glm5.data.shards import verify_shards
 from glm5.errors import CheckpointError, ConfigError, MissingExtraError
 from glm5.eval.harness import evaluate
 from glm5.files import atomic_write, exclusive, publish_dir, recover_dir
+from glm5.launch.plan import trained_models
 from glm5.launch.stages import CORPUS, DONE, RunState, check_indexers, check_inputs, run_stage, runner_of, units
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.model.hf_weights import write_checkpoint
@@ -40,7 +41,6 @@ from glm5.rl.learner import Agreement
 from glm5.rl.prompts import PromptStream
 from glm5.tasks import make_family
 from glm5.train.loop import StageIO
-from glm5.train.losses import NO_INDEXER
 
 MODEL = "model"
 
@@ -134,23 +134,10 @@ def _check(recipe: RunRecipe, world: int = 1) -> None:
         model = GLM5Config.load(recipe.start) if recipe.start else GLM5Config.preset(recipe.preset, **recipe.model)
         check_layout(layout, world, model.n_routed_experts)
         check_model(layout, model)
-        spans = []
-        if layout.pp > 1:
-            spans = divide(model, layout.pp * layout.pp_stages_per_rank, layout.pp_layers)
+    for stage, config in trained_models(recipe):
+        stage_spans(stage, config, layout)
     for stage in recipe.stages:
         runner_of(stage)
-        if layout.pp > 1 and isinstance(stage, PolicyStage):
-            raise ConfigError(
-                f"{stage.name}: stages of kind {stage.kind} have no pipeline stages; set parallel.pp = 1."
-            )
-        if layout.pp > 1 and isinstance(stage, DsaStage):
-            for span in spans:
-                if span.takes_indices:
-                    raise ConfigError(f"{stage.name}: {NO_INDEXER.format(span.layers.start)}")
-        if layout.pp > 1 and getattr(stage, "compile", False):
-            raise ConfigError(
-                f"{stage.name}: compile = true does not work with parallel.pp above 1; remove one of them."
-            )
         if stage.kind == "general" and recipe.launch is not None and recipe.launch.history == "text":
             raise ConfigError(f'{stage.name}: General RL scores whole answers, which launch.history = "text" splits.')
         if recipe.parallel.cp > 1 and isinstance(stage, PolicyStage):

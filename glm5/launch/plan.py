@@ -26,6 +26,7 @@ from glm5.config.recipe import (
     Stage,
     TokenizerStage,
 )
+from glm5.config.stage_spans import with_fewer_indexers
 from glm5.config.step_memory import PHASES, Setting, step_memory
 from glm5.errors import ConfigError, UsageError
 
@@ -50,7 +51,7 @@ def plan(recipe: RunRecipe, gpus: int, device: str, mfu: float = MFU) -> Report:
     if gpus < 1 or not 0 < mfu <= 1:
         raise UsageError("--gpus is at least 1, --mfu above 0 and at most 1.")
     kind = device_named(device)
-    stages = [_stage(recipe, stage, config, gpus, kind, mfu) for stage, config in _models(recipe)]
+    stages = [_stage(recipe, stage, config, gpus, kind, mfu) for stage, config in trained_models(recipe)]
     seconds = [stage["seconds"] for stage in stages if stage["seconds"] is not None]
     return {
         "recipe": recipe.name,
@@ -65,8 +66,8 @@ def plan(recipe: RunRecipe, gpus: int, device: str, mfu: float = MFU) -> Report:
     }
 
 
-def _models(recipe: RunRecipe) -> Iterator[tuple[Stage, GLM5Config]]:
-    """Every stage that trains, with the configuration of its model."""
+def trained_models(recipe: RunRecipe) -> Iterator[tuple[Stage, GLM5Config]]:
+    """Every stage that trains, with the configuration of its model. Raises ConfigError for one that cannot be."""
     preset = GLM5Config.preset(recipe.preset)
     config: GLM5Config | None = None
     if recipe.start is not None:
@@ -83,6 +84,11 @@ def _models(recipe: RunRecipe) -> Iterator[tuple[Stage, GLM5Config]]:
             config = config.replace(max_position_embeddings=stage.max_position_embeddings)
         if isinstance(stage, DsaStage):
             config = _with_indexers(config, recipe, preset, stage)
+            if stage.share_indexers is not None:
+                try:
+                    config = with_fewer_indexers(config, stage.share_indexers)
+                except ConfigError as error:
+                    raise ConfigError(f"{stage.name}: {error}") from None
         if isinstance(stage, GradientStage | PolicyStage):
             yield stage, config
 
@@ -291,7 +297,7 @@ def recipe_layouts(
     from glm5.launch.layout_report import plan_layouts
 
     recipe, kind, found = load_recipe(path, RunRecipe, overrides), device_named(device), {}
-    for stage, config in _models(recipe):
+    for stage, config in trained_models(recipe):
         if isinstance(stage, GradientStage):
             setting, _ = _gradient_setting(recipe, stage, config, gpus)
             base = replace(setting, low_precision_copy=gpus == 1)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from glm5.chat.tokenizer import Tokenizer
 from glm5.config.recipe import DsaStage
+from glm5.config.stage_spans import with_fewer_indexers
 from glm5.data.packing import Batch
 from glm5.data.shards import Shard
 from glm5.errors import ConfigError, DataError
@@ -51,21 +52,7 @@ def add_indexer(
 def share_indexers(model: GLM5ForCausalLM, layers: int | str) -> GLM5ForCausalLM:
     """The same weights without the indexers of some layers (see `DsaStage.share_indexers`). Raises ConfigError for a
     model without sparse attention, or for a layer that would get its indexer back."""
-    config = model.config
-    if not config.use_dsa:
-        raise ConfigError("share_indexers: this model has no indexers; add them with a stage of kind dsa_warmup first.")
-    keys: dict[str, Any] = {"index_topk_freq": 1, "index_skip_topk_offset": 2, "index_topk_pattern": None}
-    if isinstance(layers, str):
-        keys["index_topk_pattern"] = layers
-    else:
-        keys |= {"index_topk_freq": layers, "index_skip_topk_offset": 3}
-    fewer = config.replace(indexer_types=(), **keys)
-    depth = range(config.num_hidden_layers)
-    if back := [layer for layer in depth if fewer.computes_topk(layer) and not config.computes_topk(layer)]:
-        raise ConfigError(
-            f"share_indexers = {layers!r} keeps an indexer in layer {back[0]}, which has none; choose fewer."
-        )
-    return model.clone(fewer)
+    return model.clone(with_fewer_indexers(model.config, layers))
 
 
 def untrained_indexers(model: GLM5ForCausalLM) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from glm5.config.recipe import CorpusStage
+from glm5.config.stage_spans import NO_INDEXER
 from glm5.data.packing import Batch
 from glm5.device import put, widened
 from glm5.errors import ConfigError
@@ -132,12 +133,6 @@ def _count_hits(
         for rows in index.split(CHUNK_ROWS)
     )
     metrics.mean(name, hits, index.numel() if hidden.is_cpu else wanted.sum())
-
-
-NO_INDEXER = (
-    "Layer {} shares the indexer of an earlier pipeline stage. The loss of an indexer needs all layers that use it in "
-    "one stage: set parallel.pp_layers so that each stage begins with a layer that has an indexer."
-)
 
 
 @dataclass

@@ -13,11 +13,13 @@ from glm5.config.activations import Forward
 from glm5.config.devices import device_named
 from glm5.config.model import GLM5Config
 from glm5.config.parameters import parameters
-from glm5.config.pipeline_memory import in_flight
+from glm5.config.pipeline import divide
+from glm5.config.pipeline_memory import in_flight, received_states, sent_states, state_bytes, stored_bytes
 from glm5.config.step_memory import RankStep, Setting
 from glm5.config.step_time import bubble, speed_of
 from glm5.launch.layout_report import plan_layouts, tensors
 from glm5.launch.layouts import RESERVED, candidates, evaluate, search
+from glm5.parallel.schedule import make_schedule
 
 TINY = GLM5Config.preset("tiny", use_dsa=False)
 BASE = Setting(Forward(1, 1024, 2, depths=1), ns_item=2)
@@ -55,13 +57,37 @@ def test_tensors_are_listed_by_name() -> None:
     assert sum(listed["gradients"].values()) == step.gradient
 
 
-@pytest.mark.parametrize(("pp", "chunks", "parts"), [(4, 1, 8), (2, 2, 4), (4, 2, 4), (2, 1, 1)])
-def test_micro_batches_in_flight(pp: int, chunks: int, parts: int) -> None:
-    first, last = in_flight(pp, chunks, 0, parts), in_flight(pp, chunks, pp - 1, parts)
-    assert sum(first) >= sum(last) >= 1 and max(first) <= parts
-    if chunks == 1:
-        assert (first, last) == ([min(pp, parts)], [1])
+@pytest.mark.parametrize(("pp", "chunks", "parts"), [(4, 1, 8), (2, 2, 4), (4, 2, 5), (3, 4, 40), (2, 1, 1), (3, 3, 2)])
+def test_micro_batches_in_flight_are_those_of_the_schedule(pp: int, chunks: int, parts: int) -> None:
+    for rank, actions in enumerate(make_schedule(pp, chunks, parts)):
+        counts, seen = [0] * chunks, set()
+        for action in actions:
+            counts[action.stage // pp] += {"F": 1, "B": -1}.get(action.kind, 0)
+            if action.kind == "F":
+                seen.add(tuple(counts))
+        assert in_flight(pp, chunks, rank, parts) - {(0,) * chunks} >= seen
+        assert max(map(sum, in_flight(pp, chunks, rank, parts))) == max(map(sum, seen))
     assert bubble(pp, chunks, parts) == (pp - 1) / (parts * chunks + pp - 1)
+
+
+def test_the_most_bytes_in_flight_are_those_of_the_schedule() -> None:
+    config = GLM5Config.preset("tiny", use_dsa=False)
+    for rank, actions in enumerate(make_schedule(2, 2, 6)):
+        step = RankStep(config, replace(BASE, world=2, pp=2, stages_per_rank=2, parts=6), rank)
+        sizes, alive, most = [*map(sum, zip(stored_bytes(step), state_bytes(step)))], 0, 0
+        for action in actions:
+            alive += {"F": 1, "B": -1}.get(action.kind, 0) * sizes[action.stage // 2]
+            most = max(most, alive)
+        held = next(step.moments()).held
+        assert sum(size for name, size in held.items() if "stage " in name) == most
+
+
+@pytest.mark.parametrize(("layers", "mtp"), [((2, 2), 1), ((4, 0), 1), ((3, 1, 0), 1), ((4, 0, 0), 1), ((3, 1, 0), 0)])
+def test_what_a_stage_sends_arrives_at_the_next(layers: tuple[int, ...], mtp: int) -> None:
+    spans = divide(GLM5Config.preset("nano", num_nextn_predict_layers=mtp), len(layers), layers)
+    depths = 3 * mtp
+    assert [sent_states(a, depths) for a in spans[:-1]] == [received_states(b, depths) for b in spans[1:]]
+    assert received_states(spans[0], depths) == sent_states(spans[-1], depths) == 0
 
 
 @pytest.mark.slow
