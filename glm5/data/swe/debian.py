@@ -12,7 +12,7 @@ import tarfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from hashlib import blake2b, file_digest
+from hashlib import blake2b
 from pathlib import Path
 from typing import IO, cast
 
@@ -24,6 +24,7 @@ from glm5.data.corpus.text import decode
 from glm5.data.swe.change import VENDORED, Change, Report, Tree, text_type
 from glm5.data.swe.issues import Issues, without_trailers
 from glm5.data.swe.patching import FileDiff, PatchError, applied, parse_diff
+from glm5.files import sha256_file
 
 _MOST_DSC, _MOST_PATCHES = 1 << 20, 2000
 _FILE = re.compile(r"^ ([0-9a-f]{64}) (\d+) ([A-Za-z0-9][A-Za-z0-9.+~_:-]*)$", re.MULTILINE)
@@ -76,9 +77,8 @@ def package_changes(dsc: Path, name: str, limits: LimitConfig, issues: Issues) -
     if found.original is None or found.packaging is None:
         raise Refused(found.missing)
     for archive, digest in zip((found.original, found.packaging), found.sums, strict=True):
-        with opened(archive, limits.input_bytes) as file:
-            if file_digest(file, "sha256").hexdigest() != digest:
-                raise Refused("damaged")
+        if sha256_file(archive) != digest:
+            raise Refused("damaged")
     files = _texts(_stripped(_members(found.original, limits, lambda path: text_type(path) is not None)))
     texts = _texts(_members(found.packaging, limits, lambda path: path.startswith("debian/")))
     repository, _, version = dsc.name.removesuffix(".dsc").partition("_")
