@@ -83,7 +83,9 @@ def data_score(
     kinds: Annotated[str, typer.Option(help="Kinds of documents to score.")] = "web,prose",
     most: Annotated[int | None, typer.Option(min=1, help="New documents to score at most.")] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Documents at a time.")] = 8,
-    chunk: Annotated[int, typer.Option(min=200, max=20_000, help="Characters of a chunk.")] = 6000,
+    chunk: Annotated[
+        int, typer.Option(min=200, max=19_200, help="Characters of a chunk; the last may have a quarter more.")
+    ] = 6000,
     chunks: Annotated[int, typer.Option(min=1, help="Chunks of a document at most, evenly spread.")] = 12,
     floor: Annotated[float, typer.Option(min=0, max=1, help="A chunk below this score decides alone.")] = 0.2,
     as_json: Json = False,

@@ -88,3 +88,4 @@ def test_hostile_formulas_are_text() -> None:
     for inner in (MATH.format("", deep), nested, MATH.format("", "<msup>" * 9), "<sup>" * 999, "<img alt='$'>" * 99):
         found = extracted(inner)
         assert TEXT in found.text
+    assert extracted(f"<math>{PLAIN}{PLAIN}</math> and {PLAIN}").formulas == 2

@@ -17,7 +17,7 @@ from glm5.agents.endpoint import Endpoint, EndpointError
 from glm5.data.corpus.scores import Chunking, Scores, load_scorer
 from glm5.errors import DataError
 from glm5.eval.answer_judge import AnswerJudge
-from glm5.eval.document_scores import score_documents
+from glm5.eval.document_scores import question, score_documents
 from tests.agents.scripted_model import Say, ScriptedModel
 
 CHUNKING = Chunking(characters=400, most=6)
@@ -40,6 +40,11 @@ def test_pieces_are_the_text(text: str, size: int) -> None:
     assert all(size // 2 <= len(piece) <= size for piece in pieces[:-1]) and len(pieces[-1]) <= 1.25 * size
     few = Chunking(size, most=3).pieces(text)
     assert len(few) == min(3, len(pieces)) and few[0] == pieces[0] and (len(few) < 3 or few[-1] == pieces[-1])
+
+
+def test_the_largest_piece_is_shown_whole() -> None:
+    (piece,) = Chunking(19_200).pieces("x\n" * 12_000)  # what --chunk allows at most
+    assert question(piece, "r").messages[0].content.count("| x") == 12_000
 
 
 def test_the_mean_counts_lengths_and_the_least_chunk_decides_below_the_floor() -> None:

@@ -1,7 +1,8 @@
 """Documents that contain problems of evaluations: the runs of 13 words of `glm5.eval.contamination`, per document.
 
-Words are compared without what a page adds to them or takes from them: tags, marks of Markdown, entities, forms of
-Unicode, invisible characters, hyphens, line breaks inside words.
+Words are compared without what a page adds to them or takes from them: tags, comments, marks of Markdown, entities,
+compatibility forms of Unicode, invisible characters, hyphens, line breaks inside words. Comments are read after the
+rest.
 """
 
 from __future__ import annotations
@@ -22,21 +23,43 @@ from glm5.errors import DataError
 
 RUN, SHORTEST = 13, 5
 _MOST_PROBLEM = 1 << 20
-_INLINE = "a|abbr|b|big|code|em|font|i|ins|kbd|mark|s|small|span|strong|sub|sup|tt|u|var|wbr"
-_TAG_IN_WORDS = re.compile(rf"</?(?:{_INLINE})(?:\s[^<>]{{0,500}})?/?>", re.IGNORECASE)
-_TAG = re.compile(r"</?[a-z!][^<>]{0,500}>", re.IGNORECASE)
+_MOST_NESTED = 4  # links in links
+_BREAKING = (
+    "address|article|aside|blockquote|body|br|caption|cent(?:er|re)|d[dlt]|details|dialog|div|fieldset|figcaption|figure"
+    "|footer|form|frame|h[1-6]|head|header|hgroup|hr|html|iframe|img|input|legend|li|main|menu|nav|ol|optgroup|option|p"
+    "|pre|section|select|summary|t(?:able|body|d|extarea|foot|h|head|itle|r)|ul|!"
+)
+_TAG = re.compile(rf"</?({_BREAKING})(?![\w-])[^<>]{{0,500}}>", re.IGNORECASE)
+_TAG_IN_WORDS = re.compile(r"</?[a-z][^<>]{0,500}>", re.IGNORECASE)
 _LINK = re.compile(r"!?\[([^\[\]]{0,500})\](?:\([^()\s]{0,500}(?:\s\"[^\"]{0,200}\")?\)|\[[^\[\]]{0,100}\])")
 _MARKS = re.compile(r"[*_`~\\]+")
 _HYPHEN = re.compile(r"(?<=[^\W\d_])[-\u00ad\u2010\u2011]+(?:[ \t]{0,20}\r?\n[ \t>|#]{0,20})?(?=[^\W\d_])")
-_INVISIBLE = re.compile("[\u00ad\u034f\u061c\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufe00-\ufe0f\ufeff]")
+_INVISIBLE = re.compile(
+    "[\u034f\u0600-\u0605\u061c\u06dd\u070f\u0890\u0891\u08e2\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e"
+    "\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U000110bd\U000110cd\U00013430-\U0001343f"
+    "\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
+)
+"""Characters of format and those that fonts ignore (Cf and Default_Ignorable_Code_Point), without the soft hyphen."""
 
 
 def compared_words(text: str) -> list[str]:
     """The words of a text that are compared with those of another: lower case, without punctuation, markup and hyphens,
     in one form of Unicode."""
-    text = _TAG.sub(" ", _TAG_IN_WORDS.sub("", html.unescape(text)))
-    text = _MARKS.sub("", _LINK.sub(r"\1", unicodedata.normalize("NFKC", text)))
-    return plain_words(_INVISIBLE.sub("", _HYPHEN.sub("", text)))
+    text = _comments_last(_INVISIBLE.sub("", html.unescape(text)))
+    text = unicodedata.normalize("NFKC", _TAG_IN_WORDS.sub("", _TAG.sub(" ", text)))
+    for _ in range(_MOST_NESTED):
+        text = _LINK.sub(r"\1", text)
+    return plain_words(_HYPHEN.sub("", _MARKS.sub("", text)).replace("\u00ad", ""))
+
+
+def _comments_last(text: str) -> str:
+    """The text without comments, then what they say."""
+    shown, said, at = list[str](), list[str](), 0
+    while (start := text.find("<!--", at)) >= 0 and (end := text.find("-->", start + 4)) >= 0:
+        shown.append(text[at:start])
+        said.append(text[start + 4 : end])
+        at = end + 3
+    return "\n".join(["".join([*shown, text[at:]]), *said])
 
 
 class Problems:

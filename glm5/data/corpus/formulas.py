@@ -67,8 +67,8 @@ def show_formulas(tree: Any) -> int:
     page.each("math", _mathml)
     page.each("img", _picture)
     found = page.count
-    page.each("sub", lambda node: _index(node, "_"))
-    page.each("sup", lambda node: _index(node, "^"))
+    page.each("sub", lambda node: _index(node, "_"), inner=True)
+    page.each("sup", lambda node: _index(node, "^"), inner=True)
     return found
 
 
@@ -76,9 +76,14 @@ class _Page:
     def __init__(self, tree: Any) -> None:
         self._tree, self.count = tree, 0
 
-    def each(self, selector: str, text: Callable[[Any], str | None]) -> None:
-        """Replace the elements for which `text` returns one."""
-        for node in list(self._tree.body.query_selector_all(selector)):
+    def each(self, selector: str, text: Callable[[Any], str | None], inner: bool = False) -> None:
+        """Replace the elements for which `text` returns one; `inner`: those inside of others, too."""
+        within = 0
+        for node in list(self._tree.body.query_selector_all(selector)):  # an element comes before those inside
+            if within:
+                within -= 1
+                continue
+            within = 0 if inner else len(node.query_selector_all(selector))
             if node.parent is not None and (shown := text(node)):
                 node.parent.replace_child(self._tree.create_text_node(shown), node)
                 self.count += 1
