@@ -20,11 +20,11 @@ def stage_spans(stage: Stage, config: GLM5Config, layout: Layout) -> list[Span]:
     """The pipeline stages in which `stage` trains a model. Raises ConfigError if it cannot."""
     if layout.pp == 1:
         return divide(config, 1)
+    spans = divide(config, layout.pp * layout.pp_stages_per_rank, layout.pp_layers)
     if isinstance(stage, PolicyStage):
         raise ConfigError(f"{stage.name}: stages of kind {stage.kind} have no pipeline stages; set parallel.pp = 1.")
     if getattr(stage, "compile", False):
         raise ConfigError(f"{stage.name}: compile = true does not work with parallel.pp above 1; remove one of them.")
-    spans = divide(config, layout.pp * layout.pp_stages_per_rank, layout.pp_layers)
     for span in spans:
         if isinstance(stage, DsaStage) and span.takes_indices:
             raise ConfigError(f"{stage.name}: {NO_INDEXER.format(span.layers.start)}")

@@ -37,6 +37,7 @@ class Setting:
     ep: int = 1
     pp: int = 1
     stages_per_rank: int = 1
+    pp_layers: tuple[int, ...] = ()
     optimizer: str = "muon"
     ns_item: int = 4
     reduce_once: bool = True
@@ -80,9 +81,9 @@ _kept = lru_cache(maxsize=512)(kept_by_layers)
 
 
 @lru_cache(maxsize=256)
-def spans_of(config: GLM5Config, stages: int) -> list[Span]:
+def spans_of(config: GLM5Config, stages: int, layers: tuple[int, ...] = ()) -> list[Span]:
     """`divide`, computed once."""
-    return divide(config, stages)
+    return divide(config, stages, layers)
 
 
 @dataclass
@@ -98,7 +99,7 @@ class RankStep:
     def __post_init__(self) -> None:
         s = self.setting
         self.forward = replace(s.forward, ep=s.ep)
-        self.spans = spans_of(self.config, s.pp * s.stages_per_rank)[self.rank :: s.pp]
+        self.spans = spans_of(self.config, s.pp * s.stages_per_rank, s.pp_layers)[self.rank :: s.pp]
 
     @cached_property
     def layers(self) -> list[int]:

@@ -107,6 +107,7 @@ def setting_of(base: Setting, candidate: Candidate, gpus: int) -> Setting:
         ep=candidate.ep,
         pp=candidate.pp,
         stages_per_rank=candidate.stages_per_rank,
+        pp_layers=(),
         reduce_once=candidate.reduce_once,
     )
 

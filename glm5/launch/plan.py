@@ -26,8 +26,9 @@ from glm5.config.recipe import (
     Stage,
     TokenizerStage,
 )
-from glm5.config.stage_spans import with_fewer_indexers
-from glm5.config.step_memory import PHASES, Setting, step_memory
+from glm5.config.stage_spans import stage_spans, with_fewer_indexers
+from glm5.config.step_memory import PHASES, RankStep, Setting, step_memory
+from glm5.config.step_time import bubble
 from glm5.errors import ConfigError, UsageError
 
 # Those of `glm5/engine/engine.py` and `glm5/rl/learner.py`, whose import would load torch; a test compares them.
@@ -108,7 +109,9 @@ def _stage(recipe: RunRecipe, stage: Stage, config: GLM5Config, gpus: int, devic
         setting, tokens = _gradient_setting(recipe, stage, config, gpus)
     else:
         setting, tokens = _policy_setting(recipe, stage, config, gpus)
-    memory: dict[str, Any] = dict(step_memory(config, setting))
+    memory: dict[str, Any] = max(
+        (step_memory(config, setting, rank) for rank in range(setting.pp)), key=lambda m: m["peak"]
+    )
     memory["peak_phase"] = PHASES[memory["peak_phase"]]
     beside = _beside(recipe, stage, config, gpus) if isinstance(stage, PolicyStage) else {}
     memory |= beside
@@ -119,7 +122,7 @@ def _stage(recipe: RunRecipe, stage: Stage, config: GLM5Config, gpus: int, devic
     flops = model_flops(config, setting.forward)
     rate = device.flops if setting.forward.item < WIDE else device.flops_fp32
     again = 4 / 3 if setting.forward.recompute is True else 1.0
-    speed = gpus * mfu * rate / (flops * again)
+    speed = gpus * mfu * rate / (flops * again) * (1 - bubble(setting.pp, setting.stages_per_rank, setting.parts))
     rolls = isinstance(stage, PolicyStage)
     return {
         "name": stage.name,
@@ -138,15 +141,17 @@ def _exchanged(config: GLM5Config, setting: Setting) -> int:
     """Bytes of keys and of their gradients that a process receives in a step from those with other tokens of its rows
     (context parallelism), at most."""
     forward = setting.forward
-    layers = config.num_hidden_layers + forward.depths
+    layers = max(len(RankStep(config, setting, rank).kept) for rank in range(setting.pp))
     return exchanged_bytes(config, forward) * layers * (2 + bool(forward.recompute)) * setting.parts
 
 
 def _problems(recipe: RunRecipe, stage: Stage, config: GLM5Config, gpus: int, device: Device, peak: int) -> list[str]:
-    found, ep, cp = [], recipe.parallel.ep, recipe.parallel.cp
+    pp, problem = _pipeline(recipe, stage, config, gpus)
+    found, ep, cp = [problem] if problem else [], recipe.parallel.ep, recipe.parallel.cp
     for key, size in {"ep": ep, "cp": cp}.items():
-        if gpus % size:
-            found.append(f"parallel.{key} = {size} does not divide {gpus} processes; choose a divisor.")
+        if gpus // pp % size:
+            whole = f"{gpus // pp} processes" + (" of a pipeline stage" if pp > 1 else "")
+            found.append(f"parallel.{key} = {size} does not divide {whole}; choose a divisor.")
     if config.n_routed_experts % ep:
         found.append(f"parallel.ep = {ep} does not divide the {config.n_routed_experts} experts of a layer.")
     if isinstance(stage, PolicyStage) and gpus > 1 and recipe.launch is None:
@@ -158,6 +163,18 @@ def _problems(recipe: RunRecipe, stage: Stage, config: GLM5Config, gpus: int, de
             f"can be used. {_advice(stage, gpus, cp)}"
         )
     return found
+
+
+def _pipeline(recipe: RunRecipe, stage: Stage, config: GLM5Config, gpus: int) -> tuple[int, str]:
+    """`parallel.pp`; if the stage cannot run with it, 1 and the reason."""
+    layout = recipe.parallel
+    if gpus % layout.pp:
+        return 1, f"parallel.pp = {layout.pp} does not divide {gpus} processes; choose a divisor."
+    try:
+        stage_spans(stage, config, layout)
+    except ConfigError as error:
+        return 1, str(error)
+    return layout.pp, ""
 
 
 def _advice(stage: Stage, gpus: int, cp: int) -> str:
@@ -174,8 +191,9 @@ def _advice(stage: Stage, gpus: int, cp: int) -> str:
 def _gradient_setting(recipe: RunRecipe, stage: GradientStage, config: GLM5Config, gpus: int) -> tuple[Setting, int]:
     """How the stage's steps run on a process, and the tokens of a whole step."""
     check_recompute(config, stage.recompute, stage.name)
-    cp = recipe.parallel.cp if gpus % recipe.parallel.cp == 0 else 1
-    own = -(-stage.rows // (gpus // cp))
+    pp, _ = _pipeline(recipe, stage, config, gpus)
+    cp = recipe.parallel.cp if gpus // pp % recipe.parallel.cp == 0 else 1
+    own = -(-stage.rows // (gpus // pp // cp))
     micro = min(stage.micro_rows or own, own)
     attention: Attention = "sparse" if config.selects_keys else "dense"
     depths, learns, trains = 0, False, "all"
@@ -200,16 +218,24 @@ def _gradient_setting(recipe: RunRecipe, stage: GradientStage, config: GLM5Confi
         balance=isinstance(stage, CorpusStage) and bool(stage.balance_weight),
         cp=cp,
     )
-    setting = replace(_job(recipe, stage, forward, gpus), parts=-(-own // micro), offload=stage.offload, trains=trains)
+    setting = replace(
+        _job(recipe, stage, config, forward, gpus), parts=-(-own // micro), offload=stage.offload, trains=trains
+    )
     return setting, stage.rows * stage.row_length
 
 
-def _job(recipe: RunRecipe, stage: GradientStage | PolicyStage, forward: Forward, gpus: int) -> Setting:
+def _job(
+    recipe: RunRecipe, stage: GradientStage | PolicyStage, config: GLM5Config, forward: Forward, gpus: int
+) -> Setting:
     """What the processes and the optimizer decide of a setting."""
+    pp, _ = _pipeline(recipe, stage, config, gpus)
     return Setting(
         forward,
         world=gpus,
-        ep=recipe.parallel.ep if gpus % recipe.parallel.ep == 0 else 1,
+        ep=recipe.parallel.ep if gpus // pp % recipe.parallel.ep == 0 else 1,
+        pp=pp,
+        stages_per_rank=recipe.parallel.pp_stages_per_rank if pp > 1 else 1,
+        pp_layers=tuple(recipe.parallel.pp_layers) if pp > 1 else (),
         optimizer=stage.optim.kind,
         ns_item=2 if stage.optim.ns_dtype == "bfloat16" else WIDE,
         reduce_once=recipe.parallel.reduce_once,
@@ -232,7 +258,7 @@ def _policy_setting(recipe: RunRecipe, stage: PolicyStage, config: GLM5Config, g
         balance=False,
         all_keys=exact and not config.selects_keys,
     )
-    job = _job(recipe, stage, forward, gpus)
+    job = _job(recipe, stage, config, forward, gpus)
     return replace(job, parts=-(-own // rows), trains="backbone", low_precision_copy=False), tokens
 
 

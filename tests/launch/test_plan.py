@@ -16,7 +16,7 @@ from glm5.config.load import load_recipe
 from glm5.config.model import GLM5Config
 from glm5.config.recipe import RunRecipe
 from glm5.engine import engine
-from glm5.errors import UsageError
+from glm5.errors import ConfigError, UsageError
 from glm5.launch.plan import load_and_plan, model_flops, plan, table
 from glm5.ops import cross_entropy
 from glm5.optim import newton_schulz
@@ -51,6 +51,10 @@ def test_every_recipe_has_a_plan(path: Path) -> None:
         (["stages.pretrain.micro_rows=128", "stages.pretrain.recompute=false"], 1, "does not fit: it needs"),
         (["parallel.ep=3"], 1, "parallel.ep = 3 does not divide"),
         (["parallel.cp=3"], 4, "parallel.cp = 3 does not divide"),
+        (["parallel.pp=3"], 8, "parallel.pp = 3 does not divide 8"),
+        (["parallel.pp=2", "parallel.ep=8"], 8, "parallel.ep = 8 does not divide 4 processes of a pipeline stage"),
+        (["parallel.pp=2", "stages.pretrain.compile=true"], 8, "pretrain: compile = true does not work"),
+        (["parallel.pp=2", "parallel.pp_layers=[3]"], 8, "must be 2 numbers"),
         (["parallel.ep=128"], 128, "does not divide the 64 experts"),
         ([], 4, r"needs a section \[launch\]"),
     ],
@@ -80,6 +84,32 @@ def test_context_parallel_processes_divide_tokens() -> None:
     assert 1 / 8 < eight["memory"]["activations"] / one["memory"]["activations"] < 1 / 3
     assert one["exchanged_bytes_per_step"] == 0 < eight["exchanged_bytes_per_step"]
     assert one["tokens_per_step"] == eight["tokens_per_step"]
+
+
+def test_pipeline_stages_divide_the_model() -> None:
+    """By work or as the recipe says; a recipe's own division changes the plan."""
+    layers = GLM5Config.preset(load_recipe(RECIPES / "eight-gpu.toml", RunRecipe).preset).num_hidden_layers
+    layers = load_recipe(RECIPES / "eight-gpu.toml", RunRecipe).model.get("num_hidden_layers", layers)
+    eager = "stages.pretrain.compile=false"
+    changes = [[], [eager, "parallel.pp=2"], [eager, "parallel.pp=2", f"parallel.pp_layers=[{layers - 1}, 1]"]]
+    plans = [load_and_plan(RECIPES / "eight-gpu.toml", one, 8, "h100")["stages"][0] for one in changes]
+    assert len({one["memory"]["peak"] for one in plans}) == 3
+    assert plans[0]["tokens_per_second"] > plans[1]["tokens_per_second"]
+    assert not plans[1]["problems"] or "does not fit" in plans[1]["problems"][0]
+
+
+@pytest.mark.parametrize("share", ["0", "-1", '"FSX"', '"SFF"', '""'])
+def test_bad_indexers_of_a_recipe_are_refused_when_it_is_read(tmp_path: Path, share: str) -> None:
+    path = tmp_path / "share.toml"
+    stage = (
+        f'[[stages]]\nname = "dsa"\nkind = "dsa_warmup"\nshare_indexers = {share}\noptim = {{ steps = 1, lr = 1e-3 }}\n'
+    )
+    path.write_text(f'name = "x"\npreset = "nano"\n{stage}', encoding="utf-8")
+    with pytest.raises(ConfigError, match="share_indexers"):
+        load_recipe(path, RunRecipe)
+    path.write_text(f'name = "x"\npreset = "nano"\n{stage}'.replace(share, '"FS"'), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"dsa: share_indexers .* one letter"):
+        load_and_plan(path, [], 1, "h100")
 
 
 def test_flops() -> None:
