@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -55,6 +55,7 @@ class EngineThread:
         # The condition guards the fields from here to `_error`.
         self._jobs: deque[Callable[[], None]] = deque()
         self._streams: dict[Stream, None] = {}  # in order of arrival
+        self._coming: set[Stream] = set()  # those that are prepared
         self._calls: dict[asyncio.Future[Any], asyncio.AbstractEventLoop] = {}
         self._reserved = 0  # samples that wait for their grammar
         self._paused = False
@@ -115,10 +116,16 @@ class EngineThread:
         return await self.submit_all([Part(prompt, params)])
 
     async def submit_all(
-        self, parts: Sequence[Part], *, deadline: float | None = None, began: float | None = None
+        self,
+        parts: Sequence[Part],
+        *,
+        deadline: float | None = None,
+        began: float | None = None,
+        prepare: Callable[[list[Part]], Coroutine[Any, Any, list[Part]]] | None = None,
     ) -> Stream:
         """Start the samples of several prompts, or none of them. All must be complete within `deadline` seconds,
-        including grammar compilation. Raises ApiError for a grammar that cannot be enforced."""
+        including grammar compilation and `prepare`, which comes after it. Raises ApiError for a grammar that cannot be
+        enforced."""
         stream = Stream(self, parts, deadline, began)
         if stream.size > self.max_samples:
             raise EngineError(f"The request asks for {stream.size} samples; at most {self.max_samples} are allowed.")
@@ -128,16 +135,21 @@ class EngineThread:
             if self._taken() + stream.size > self.max_samples:
                 raise Overloaded(f"The server is at its limit of {self.max_samples} samples; retry later.")
             self._reserved += stream.size
+            self._coming.add(stream)
         try:
             await stream.in_time(self._compiler.spell(asked))
             stream.parts = [await stream.in_time(self._compiled(part)) for part in stream.parts]
+            if prepare is not None:
+                await stream.prepare(prepare(stream.parts))
         finally:
             with self._wake:
                 self._reserved -= stream.size
+                self._coming.discard(stream)
         with self._wake:
             self.check()
             self._streams[stream] = None
             self._jobs.append(partial(self._begin, stream))
+            self._jobs.extend(partial(self._abort, stream, index) for index in stream.aborted)
             self._wake.notify()
         try:
             await stream.accepted()
@@ -184,14 +196,21 @@ class EngineThread:
 
     def cancel(self, stream: Stream, index: int | None = None) -> None:
         with self._wake:
-            if stream in self._streams:
+            if stream in self._coming and index is not None:
+                stream.abort_early(index)
+            elif stream in self._streams:
                 self._jobs.append(partial(self._abort, stream, index))
                 self._wake.notify()
 
     def abort(self, name: str | None) -> int:
         """End the samples of prompts named `name` (None: all samples). Returns how many there were."""
         with self._wake:
-            found = [(s, i) for s in self._streams for i in list(s.open) if name is None or s.names[i] == name]
+            found = [
+                (s, i)
+                for s in (*self._streams, *self._coming)
+                for i in list(s.open)
+                if name is None or s.names[i] == name
+            ]
         for stream, index in found:
             stream.cancel(index)
         return len(found)

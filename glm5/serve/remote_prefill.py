@@ -71,7 +71,10 @@ class RemotePrefill:
         addresses = [*addresses, *self._servers.urls]
         if not addresses:
             return list(parts)
-        return list(await asyncio.gather(*(self._bring(part, addresses) for part in parts)))
+        keys = [(part.namespace, tuple(part.prompt), part.score) for part in parts]
+        once = dict(zip(keys, parts, strict=True))  # equal prompts are fetched once
+        found = dict(zip(once, await asyncio.gather(*(self._bring(p, addresses) for p in once.values())), strict=True))
+        return [replace(part, computed=found[key].computed) for key, part in zip(keys, parts, strict=True)]
 
     async def _bring(self, part: Part, addresses: Sequence[str]) -> Part:
         if part.score or part.computed:

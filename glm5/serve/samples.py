@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -106,6 +106,8 @@ class Stream:
         self.sent = [0] * self.size
         self.open = set(range(self.size))  # samples without their last delta
         now = time.monotonic()
+        self.aborted: set[int] = set()  # samples that were aborted before the engine had them
+        self._preparing: asyncio.Task[list[Part]] | None = None
         self.began = now if began is None else began
         self.last = [0.0] * self.size  # time of a sample's latest token; 0 before its first
         self.loop = asyncio.get_running_loop()
@@ -135,6 +137,23 @@ class Stream:
     async def accepted(self) -> None:
         """Wait until the engine has accepted the prompts, or raise the error with which it refuses them."""
         await self.in_time(self._accepted)
+
+    async def prepare(self, work: Coroutine[Any, Any, list[Part]]) -> None:
+        """Take the parts that `work` returns, unless all samples are aborted meanwhile."""
+        self._preparing = asyncio.ensure_future(work)
+        try:
+            if len(self.aborted) < self.size:
+                await self.in_time(asyncio.wait({self._preparing}))
+                if not self._preparing.cancelled():
+                    self.parts = self._preparing.result()
+        finally:
+            self._preparing.cancel()
+
+    def abort_early(self, index: int) -> None:
+        """End a sample that the engine does not have yet. May be called in any thread."""
+        self.aborted.add(index)
+        if len(self.aborted) == self.size and self._preparing is not None:
+            self.loop.call_soon_threadsafe(self._preparing.cancel)
 
     def cancel(self, index: int | None = None) -> None:
         """End one sample, or all, early."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from fastapi import Request
@@ -211,10 +211,8 @@ class Service(TextService):
     async def _submit(self, request: Request, parts: list[Part]) -> Stream:
         began = time.monotonic()
         named = request.headers.get(PREFILL_HEADER) if self.trusted else None
-        with contextlib.suppress(TimeoutError):  # which the submission notices
-            async with asyncio.timeout(self.limits.request_seconds):
-                parts = await self.prefill.bring(parts, named.split(",") if named else ())
-        return await self.thread.submit_all(parts, deadline=self.limits.request_seconds, began=began)
+        fetch = partial(self.prefill.bring, addresses=named.split(",") if named else ())
+        return await self.thread.submit_all(parts, deadline=self.limits.request_seconds, began=began, prepare=fetch)
 
     async def score(
         self,

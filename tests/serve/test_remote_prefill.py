@@ -83,7 +83,7 @@ def ask(model: GLM5ForCausalLM, tokenizer: Tokenizer) -> Iterator[Ask]:
             assert answer.status_code == 200, answer.text
             return answer.json()["output_ids"], answer.json()["meta_info"], app.state.service.metrics
 
-        ask.engine = engine  # type: ignore[attr-defined]
+        ask.engine, ask.service = engine, app.state.service  # type: ignore[attr-defined]
         yield ask
 
 
@@ -114,6 +114,29 @@ def test_a_long_prompt_leaves_in_small_pieces(
     ids, meta, metrics = ask(address)
     assert ids == expected and metrics.prefill_tokens == meta["prompt_tokens"] and metrics.prefill_fallbacks == 0
     assert max(exported) == 1 and sum(exported) == -(-meta["prompt_tokens"] // PAGE)
+
+
+def test_aborts_reach_prompts_that_are_fetched(ask: Ask, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetching, thread = threading.Event(), ask.service.thread  # type: ignore[attr-defined]
+
+    async def hangs(*arguments: Any) -> int:
+        fetching.set()
+        await asyncio.sleep(60)
+        return 0
+
+    def abort() -> None:
+        assert fetching.wait(20) and thread.abort("other") == 0
+        assert thread.abort("mine") == 1
+
+    monkeypatch.setattr(remote_prefill.RemotePrefill, "_fetch", hangs)
+    with pytest.raises(AssertionError, match="regex"):  # refused before anything is fetched
+        ask(address, sampling_params={**GREEDY, "regex": "(["})
+    assert not fetching.is_set()
+    aborting = threading.Thread(target=abort)
+    aborting.start()
+    ids, meta, _ = ask(address, rid="mine")
+    aborting.join()
+    assert ids == [] and meta["finish_reason"]["type"] == "abort"
 
 
 def test_damaged_pages_are_refused_and_computed_here(
