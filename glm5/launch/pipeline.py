@@ -156,8 +156,8 @@ def _check(recipe: RunRecipe, world: int = 1) -> None:
                 "stages before it with torchrun, and this one without."
             )
     others = [stage for stage in recipe.stages if not isinstance(stage, PolicyStage)]
-    for config in [*(recipe.evaluation.families if recipe.evaluation else []), *_families(others)]:
-        make_family(config.name, **config.options)
+    for family in [*(recipe.evaluation.families if recipe.evaluation else []), *_families(others)]:
+        make_family(family.name, **family.options)
     for stage in recipe.stages:
         if isinstance(stage, PolicyStage):
             PromptStream(stage, recipe.seed)

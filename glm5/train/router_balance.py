@@ -19,7 +19,7 @@ def balance_loss(stats: list[RouterStats], batch: Batch, experts: int, layers: i
     f_e = E / (K T) * number of tokens that chose e, P_e = mean normalised score of e. Padding tokens do not count.
     """
     if batch.part is not None:
-        return _balance_of_part(stats, batch, batch.part, experts)
+        return _balance_of_part(stats, batch, batch.part, experts) / (layers or len(stats))
     real = (batch.documents >= 0).flatten()
     rows, length = batch.documents.shape
     count = real.view(rows, length).sum(1).clamp_min(1).unsqueeze(1)
@@ -34,7 +34,8 @@ def balance_loss(stats: list[RouterStats], batch: Batch, experts: int, layers: i
 
 
 def _balance_of_part(stats: list[RouterStats], batch: Batch, part: TokenPart, experts: int) -> Tensor:
-    """This rank's part of `balance_loss`: f_e is that of the whole row, P_e the sum over this rank's tokens."""
+    """This rank's part of `balance_loss`, summed over layers: f_e is that of the whole row, P_e the sum over the tokens
+    of this rank."""
     documents = part.whole.documents
     row, real = part.cells.squeeze(0) // documents.shape[1], (batch.documents >= 0).squeeze(0)
     count = (documents >= 0).sum(1).clamp_min(1)
@@ -49,7 +50,7 @@ def _balance_of_part(stats: list[RouterStats], batch: Batch, part: TokenPart, ex
         shares = layer.scores / layer.scores.sum(-1, keepdim=True)
         weights = per_row[row] * (real / count[row]).unsqueeze(1)
         total = total + (shares * weights).sum() / batch.counts().rows
-    return total / len(stats)
+    return total
 
 
 @torch.no_grad()

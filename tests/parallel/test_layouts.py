@@ -1,4 +1,4 @@
-"""Pipeline, context, expert and data parallelism in one job of eight ranks compute what one process does."""
+"""Pipeline, context, expert and data parallelism together compute what one process does."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = pytest.mark.dist
 
 WORLD, STEPS = 8, 20
 LAYOUTS = {
@@ -54,6 +55,7 @@ def results(job: Any, start: str) -> dict[str, Any]:
     return {"one": job(1, task())[0], **dict(zip(LAYOUTS, found, strict=True))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_eight_ranks_follow_one(results: dict[str, Any], name: str) -> None:
     """With MTP at two depths, expert balance, router biases and the indexers' loss, over 20 steps."""
@@ -63,3 +65,17 @@ def test_eight_ranks_follow_one(results: dict[str, Any], name: str) -> None:
         assert values[1] == pytest.approx(values[0], abs=1e-4), key
     for tensor, numbers in one["export"].items():
         assert other["export"][tensor] == pytest.approx(numbers, rel=1e-3, abs=1e-3), tensor
+
+
+@pytest.mark.long
+def test_gradients_with_stages_and_context_groups(job: Any, start: str) -> None:
+    def task(**layout: Any) -> dict[str, Any]:
+        return {"kind": "gradients", "start": start, "layout": layout, "options": {"micro_rows": 1}}
+
+    (expected,), (found,) = job(1, task()), job(4, task(pp=2, cp=2))
+    assert found["loss"] == pytest.approx(expected["loss"], abs=1e-5) and found["loads"] == expected["loads"]
+    for name, gradient in expected["gradients"].items():
+        whole = torch.tensor(gradient)
+        torch.testing.assert_close(
+            torch.tensor(found["gradients"][name]), whole, rtol=0, atol=1e-4 * float(whole.abs().max())
+        )
