@@ -23,7 +23,7 @@ from glm5.chat import Tokenizer
 from glm5.config.load import dump_recipe
 from glm5.config.model import GLM5Config
 from glm5.config.parallel import Layout
-from glm5.config.recipe import FamilyConfig, GradientStage, PolicyStage, RunRecipe, Stage, TokenizerStage
+from glm5.config.recipe import DsaStage, FamilyConfig, GradientStage, PolicyStage, RunRecipe, Stage, TokenizerStage
 from glm5.config.stage_spans import stage_spans
 from glm5.data.shards import verify_shards
 from glm5.errors import CheckpointError, ConfigError, MissingExtraError
@@ -134,8 +134,10 @@ def _check(recipe: RunRecipe, world: int = 1) -> None:
         model = GLM5Config.load(recipe.start) if recipe.start else GLM5Config.preset(recipe.preset, **recipe.model)
         check_layout(layout, world, model.n_routed_experts)
         check_model(layout, model)
-    for stage, config in trained_models(recipe):
-        stage_spans(stage, config, layout)
+    sharing = any(isinstance(stage, DsaStage) and stage.share_indexers is not None for stage in recipe.stages)
+    if layout != Layout() or sharing:
+        for stage, config in trained_models(recipe):
+            stage_spans(stage, config, layout)
     for stage in recipe.stages:
         runner_of(stage)
         if stage.kind == "general" and recipe.launch is not None and recipe.launch.history == "text":
