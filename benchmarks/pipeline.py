@@ -78,7 +78,7 @@ def work(told: argparse.Namespace) -> None:
 
 def summary(told: argparse.Namespace, name: str, traces: list[list[Any]]) -> dict[str, float]:
     """traces: by rank, then by step, then by action: [[kind, stage, micro], begin, end, seconds waited]."""
-    from glm5.parallel.schedule import idle_share, make_schedule, simulate
+    from glm5.config.pipeline_schedule import idle_share, make_schedule, simulate
 
     chunks, deferred = VARIANTS[name]
     shares, spent = [], defaultdict(list)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from glm5.config.activations import INDEX, WIDE, again_bytes, gradient_bytes, kept_by_heads, logits_bytes
 from glm5.config.pipeline import Span
+from glm5.config.pipeline_schedule import forward_and_backward
 
 if TYPE_CHECKING:
     from glm5.config.step_memory import RankStep
@@ -15,22 +16,14 @@ if TYPE_CHECKING:
 
 @lru_cache(maxsize=1024)
 def in_flight(pp: int, stages_per_rank: int, rank: int, parts: int) -> frozenset[tuple[int, ...]]:
-    """What is ever alive on a rank, in interleaved 1F1B (`make_schedule` of `glm5/parallel/schedule.py`, whose order
-    this repeats): the number of micro-batches between forward and backward of each of its stages."""
-    chunks = stages_per_rank
+    """What is ever alive on a rank (`make_schedule`): the number of micro-batches between forward and backward of each
+    of its stages."""
     parts = min(parts, 4 * pp + parts % pp)  # all later rounds repeat the third one
-    order = [(chunk, m) for start in range(0, parts, pp) for chunk in range(chunks) for m in range(start, start + pp)]
-    ahead = pp - 1 - rank if chunks == 1 else (chunks - 1) * pp + 2 * (pp - 1 - rank)
-    counts = [0] * chunks
+    counts = [0] * stages_per_rank
     found = set()
-    for place in range(len(order) + ahead):
-        if place < len(order):
-            chunk, micro = order[place]
-            counts[chunk] += micro < parts
-            found.add(tuple(counts))
-        if place >= ahead:
-            chunk, micro = order[place - ahead]
-            counts[chunks - 1 - chunk] -= micro < parts
+    for action in forward_and_backward(pp, stages_per_rank, parts, rank):
+        counts[action.stage // pp] += 1 if action.kind == "F" else -1
+        found.add(tuple(counts))
     return frozenset(found)
 
 

@@ -63,10 +63,8 @@ class Plan:
     problem: str = ""
 
 
-def candidates(
-    config: GLM5Config, gpus: int, rows: int, length: int, forward_rows: int | None = None
-) -> Iterator[Candidate]:
-    """Every legal layout of a step of `rows` rows. `forward_rows` fixes the rows of a micro-batch."""
+def candidates(config: GLM5Config, gpus: int, rows: int, length: int) -> Iterator[Candidate]:
+    """The layouts of a step of `rows` rows that are compared."""
     stages = config.num_hidden_layers + config.num_nextn_predict_layers + 1
     for pp in _divisors(gpus):
         ranks = gpus // pp
@@ -78,7 +76,7 @@ def candidates(
                 if rows % dp or (cp > 1 and length // cp < LEAST_TOKENS):
                     continue
                 own = rows // dp
-                for micro in [forward_rows] if forward_rows else _powers(own):
+                for micro in _powers(own):
                     if own % micro or (pp > 1 and own // micro < pp):
                         continue  # with fewer micro-batches than stages, most of a pipeline only waits
                     for ep in _divisors(ranks):
@@ -240,14 +238,13 @@ def search(
     rows: int,
     device: Device,
     mfu: float = PRODUCTS,
-    micro_rows: int | None = None,
     wanted: int = 3,
 ) -> Found:
     """The `wanted` fastest of all legal layouts. They are taken by the time that they need at least, with memory for
     everything; one whose bound is above the time of the best found is not looked at further. Raises ConfigError if
     there is no legal layout."""
     speed = speed_of(config, base.forward.length, base.forward.attention == "sparse", device, mfu)
-    legal = list(candidates(config, gpus, rows, base.forward.length, micro_rows))
+    legal = list(candidates(config, gpus, rows, base.forward.length))
     if not legal:
         raise ConfigError(f"{rows} rows of a step cannot be divided over {gpus} devices; choose other numbers.")
     usable = device.memory * (1 - RESERVED)

@@ -1,4 +1,4 @@
-"""Pipeline parallel training: every rank computes some stages of the model, by a `glm5.parallel.schedule` (§2.4)."""
+"""Pipeline parallel training: every rank computes some stages of the model, by a schedule (§2.4)."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from glm5.config.pipeline import Span
+from glm5.config.pipeline_schedule import Action, make_schedule
 from glm5.model.context import ForwardContext
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.model.layers import Linear
@@ -21,7 +22,6 @@ from glm5.model.moe import Experts
 from glm5.model.pipeline_stage import StagePass, run_layers, stage_modules
 from glm5.ops.deferred import WeightQueue
 from glm5.parallel.mesh import lost_ranks
-from glm5.parallel.schedule import Action, make_schedule
 from glm5.parallel.zero import StageGradients
 
 P = TypeVar("P")

@@ -15,11 +15,11 @@ from glm5.config.model import GLM5Config
 from glm5.config.parameters import parameters
 from glm5.config.pipeline import divide
 from glm5.config.pipeline_memory import in_flight, received_states, sent_states, state_bytes, stored_bytes
+from glm5.config.pipeline_schedule import make_schedule
 from glm5.config.step_memory import RankStep, Setting
 from glm5.config.step_time import bubble, speed_of
 from glm5.launch.layout_report import plan_layouts, tensors
 from glm5.launch.layouts import RESERVED, candidates, evaluate, search
-from glm5.parallel.schedule import make_schedule
 
 TINY = GLM5Config.preset("tiny", use_dsa=False)
 BASE = Setting(Forward(1, 1024, 2, depths=1), ns_item=2)

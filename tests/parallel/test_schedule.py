@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from glm5.parallel.schedule import Action, Schedule, idle_share, make_schedule, simulate
+from glm5.config.pipeline_schedule import Action, Schedule, idle_share, make_schedule, simulate
 
 SIZES = st.tuples(st.integers(2, 6), st.integers(1, 3), st.integers(1, 17), st.integers(0, 5))
 """Ranks, stages of each, micro-batches, and how many may wait for their weight gradients."""

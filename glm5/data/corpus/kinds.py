@@ -10,7 +10,6 @@ from glm5.config.corpus import Kind
 
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".dz")
 ARCHIVES = (".tar", ".tgz", ".tbz2", ".txz", ".zip", ".whl")
-RECORDS = (".jsonl", ".ndjson", ".parquet")
 
 _PROSE = (".txt", ".text", ".md", ".markdown", ".rst", ".adoc", ".asciidoc", ".org", ".tex")
 _PROSE_NAMES = "readme* news* change* todo* authors* faq* copyright* licen[cs]e* history* install* notice*".split()

@@ -37,20 +37,22 @@ Schedule = tuple[tuple[Action, ...], ...]
 def make_schedule(pp: int, chunks: int, micros: int, deferred: int = 0) -> Schedule:
     """Interleaved 1F1B of `micros` micro-batches on `pp` ranks with `chunks` stages each; stage s is on rank s % pp. At
     most `deferred` micro-batches of a rank wait for their weight gradients."""
+    plans = [forward_and_backward(pp, chunks, micros, rank) for rank in range(pp)]
+    return tuple(tuple(_with_sums(_deferred(plan, deferred) if deferred else plan)) for plan in plans)
+
+
+def forward_and_backward(pp: int, chunks: int, micros: int, rank: int) -> list[Action]:
+    """The actions "F" and "B" of one rank in their order."""
     order = _units(pp, chunks, micros)
-    plans = []
-    for rank in range(pp):
-        forward = [Action("F", chunk * pp + rank, micro) for chunk, micro in order]
-        backward = [Action("B", (chunks - 1 - chunk) * pp + rank, micro) for chunk, micro in order]
-        ahead = pp - 1 - rank if chunks == 1 else (chunks - 1) * pp + 2 * (pp - 1 - rank)
-        ahead = min(len(forward), ahead)
-        plan = forward[:ahead]
-        for one, other in zip(forward[ahead:], backward):
-            plan += [one, other]
-        plan += backward[len(forward) - ahead :]
-        plan = [action for action in plan if action.micro < micros]
-        plans.append(tuple(_with_sums(_deferred(plan, deferred) if deferred else plan)))
-    return tuple(plans)
+    forward = [Action("F", chunk * pp + rank, micro) for chunk, micro in order]
+    backward = [Action("B", (chunks - 1 - chunk) * pp + rank, micro) for chunk, micro in order]
+    ahead = pp - 1 - rank if chunks == 1 else (chunks - 1) * pp + 2 * (pp - 1 - rank)
+    ahead = min(len(forward), ahead)
+    plan = forward[:ahead]
+    for one, other in zip(forward[ahead:], backward):
+        plan += [one, other]
+    plan += backward[len(forward) - ahead :]
+    return [action for action in plan if action.micro < micros]
 
 
 def _units(pp: int, chunks: int, micros: int) -> list[tuple[int, int]]:
