@@ -2,9 +2,9 @@
 
     python benchmarks/corpus.py [--megabytes 40] [--rounds 3]
 
-Both read the same JSONL (documentation installed here), identify languages, apply the same rules with the same words
-and remove near-duplicates by MinHash with the same numbers. Each measurement is a new process, in turns. Ours also
-hashes and counts every document, keeps samples of what it drops and removes exact copies.
+Both read the same JSONL (text of documentation and packages installed here), identify languages, apply the same rules
+with the same words and remove near-duplicates by MinHash with the same numbers. Each measurement is a new process, in
+turns. Ours also hashes and counts every document, keeps samples of what it drops and removes exact copies.
 """
 
 from __future__ import annotations
@@ -27,16 +27,22 @@ STAGES = ("read", "exact", "minhash", "pairs", "clusters")
 
 def write_records(folder: Path, size: int) -> int:
     """JSONL files with at least `size` bytes of text; returns the bytes."""
-    from glm5.data.sources import read_source
+    from glm5.config.corpus import LimitConfig, SourceConfig
+    from glm5.data.corpus.inputs import documents
+    from glm5.data.corpus.plan import list_inputs
+    from glm5.data.corpus.text import Text, extract_here
 
     folder.mkdir()
     files = [(folder / f"{part}.jsonl").open("w", encoding="utf-8") for part in range(TASKS)]
-    total = 0
-    for number, document in enumerate(read_source("doc")):
-        files[number % TASKS].write(json.dumps({"text": document.text, "id": str(number)}) + "\n")
-        total += len(document.text.encode())
-        if total >= size:
-            break
+    total = number = 0
+    for name in ("doc", "site-packages", "stdlib"):
+        source, limits = SourceConfig(name=name, path=name), LimitConfig()
+        for found in (
+            found for one in list_inputs(source)[0] for found in documents(one, source, limits, extract_here)
+        ):
+            if total < size and isinstance(found, Text):
+                files[number % TASKS].write(json.dumps({"text": found.text, "id": str(number)}) + "\n")
+                number, total = number + 1, total + len(found.text.encode())
     for file in files:
         file.close()
     return total
