@@ -61,16 +61,6 @@ def mode_of(step: Forward, layer: int) -> Recompute:
     return step.recompute[layer] if isinstance(step.recompute, tuple) else step.recompute
 
 
-def check_recompute(config: GLM5Config, recompute: object, name: str) -> None:
-    """Raises ConfigError if a list of settings does not have one for each layer."""
-    layers = config.num_hidden_layers + config.num_nextn_predict_layers
-    if isinstance(recompute, tuple) and len(recompute) != layers:
-        raise ConfigError(
-            f"{name}: recompute has {len(recompute)} settings, and the model has {layers} layers (the MTP layer is the "
-            "last); give one for each, or one for all."
-        )
-
-
 def kept_by_layers(config: GLM5Config, step: Forward) -> list[int]:
     """Bytes kept by every layer of the trunk, then by every depth of MTP, with the layer's own input."""
     _supported(config)

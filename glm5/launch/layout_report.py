@@ -8,9 +8,20 @@ from typing import Any
 from glm5.config.devices import Device
 from glm5.config.model import GLM5Config
 from glm5.config.parameters import ENDS, learns, parameters
+from glm5.config.recipe import GradientStage
 from glm5.config.step_memory import RankStep, Setting
 from glm5.config.step_time import OVERLAPPED
-from glm5.launch.layouts import PRODUCTS, RESERVED, Candidate, Found, Plan, search, setting_of, with_keeps
+from glm5.launch.layouts import (
+    PRODUCTS,
+    RESERVED,
+    Candidate,
+    Found,
+    Plan,
+    base_setting,
+    search,
+    setting_of,
+    with_keeps,
+)
 
 Report = dict[str, Any]
 
@@ -23,16 +34,15 @@ ASSUMED = (
 
 def plan_layouts(
     config: GLM5Config,
-    base: Setting,
+    stage: GradientStage,
     gpus: int,
-    rows: int,
     device: Device,
     mfu: float = PRODUCTS,
     price: float | None = None,
     wanted: int = 3,
 ) -> Report:
     """The report of `search`. `price`: of one device and hour."""
-    found = search(config, base, gpus, rows, device, mfu, wanted=wanted)
+    found, rows, base = search(config, stage, gpus, device, mfu, wanted), stage.rows, base_setting(config, stage, gpus)
     return {
         "gpus": gpus,
         "rows": rows,

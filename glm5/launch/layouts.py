@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from glm5.config.activations import exchanged_bytes
 from glm5.config.devices import Device
 from glm5.config.keep_plan import Choice, choose, kept_by_mode, layer_choices
+from glm5.config.layout_rules import job_problems, node_of, stage_problems, training_problems
 from glm5.config.model import GLM5Config
+from glm5.config.parallel import Layout
 from glm5.config.pipeline_memory import most_in_flight
+from glm5.config.recipe import GradientStage
 from glm5.config.step_memory import Moment, RankStep, Setting
+from glm5.config.step_setting import gradient_setting
 from glm5.config.step_time import Speed, StepTime, bubble, speed_of, step_time
 from glm5.config.traffic import Traffic, step_traffic
 from glm5.errors import ConfigError
@@ -63,28 +68,33 @@ class Plan:
     problem: str = ""
 
 
-def candidates(config: GLM5Config, gpus: int, rows: int, length: int) -> Iterator[Candidate]:
-    """The layouts of a step of `rows` rows that are compared."""
-    stages = config.num_hidden_layers + config.num_nextn_predict_layers + 1
+def legal_layouts(config: GLM5Config, stage: GradientStage, gpus: int, node: int) -> Iterator[Layout]:
+    """The layouts in which a job of `gpus` processes, `node` on each machine, trains this stage."""
+    stage = stage.model_copy(update={"recompute": False})  # planned for each layout
     for pp in _divisors(gpus):
-        ranks = gpus // pp
         for per_rank in STAGES if pp > 1 else (1,):
-            if pp * per_rank > stages:
+            for cp in _divisors(gpus // pp):
+                for ep in _divisors(gpus // pp):
+                    layout = Layout(pp=pp, pp_stages_per_rank=per_rank, cp=cp, ep=ep)
+                    problems = job_problems(layout, gpus, node), stage_problems(stage, layout, gpus, None)
+                    if not any(chain(*problems, training_problems(stage, config, layout))):
+                        yield layout
+
+
+def candidates(config: GLM5Config, stage: GradientStage, gpus: int, node: int) -> Iterator[Candidate]:
+    """The legal layouts that are compared: those with even shares of rows, enough tokens for each process of a context
+    group, and no fewer micro-batches than pipeline stages, most of which would only wait."""
+    for layout in legal_layouts(config, stage, gpus, node):
+        pp, cp, dp = layout.pp, layout.cp, gpus // layout.pp // layout.cp
+        if stage.rows % dp or (cp > 1 and stage.row_length // cp < LEAST_TOKENS):
+            continue
+        own = stage.rows // dp
+        for micro in _powers(own):
+            parts = own // micro
+            if own % micro or (pp > 1 and parts < pp):
                 continue
-            for cp in _divisors(ranks):
-                dp = ranks // cp
-                if rows % dp or (cp > 1 and length // cp < LEAST_TOKENS):
-                    continue
-                own = rows // dp
-                for micro in _powers(own):
-                    if own % micro or (pp > 1 and own // micro < pp):
-                        continue  # with fewer micro-batches than stages, most of a pipeline only waits
-                    for ep in _divisors(ranks):
-                        if config.n_routed_experts % ep:
-                            continue
-                        parts = own // micro
-                        for once in (True, False) if pp == 1 and parts > 1 and ranks > 1 else (True,):
-                            yield Candidate(pp, per_rank, cp, ep, dp, micro, parts, once)
+            for once in (True, False) if pp == 1 and parts > 1 and gpus > 1 else (True,):
+                yield Candidate(pp, layout.pp_stages_per_rank, cp, layout.ep, dp, micro, parts, once)
 
 
 def _divisors(number: int) -> list[int]:
@@ -231,11 +241,16 @@ class Found:
     legal: int
 
 
+def base_setting(config: GLM5Config, stage: GradientStage, gpus: int) -> Setting:
+    """The setting of a stage without a layout; `setting_of` gives it one."""
+    setting = gradient_setting(stage.model_copy(update={"recompute": False}), config, Layout(), gpus)
+    return replace(setting, low_precision_copy=gpus == 1)
+
+
 def search(
     config: GLM5Config,
-    base: Setting,
+    stage: GradientStage,
     gpus: int,
-    rows: int,
     device: Device,
     mfu: float = PRODUCTS,
     wanted: int = 3,
@@ -243,10 +258,11 @@ def search(
     """The `wanted` fastest of all legal layouts. They are taken by the time that they need at least, with memory for
     everything; one whose bound is above the time of the best found is not looked at further. Raises ConfigError if
     there is no legal layout."""
+    base = base_setting(config, stage, gpus)
     speed = speed_of(config, base.forward.length, base.forward.attention == "sparse", device, mfu)
-    legal = list(candidates(config, gpus, rows, base.forward.length))
+    legal = list(candidates(config, stage, gpus, node_of(gpus, device.node)))
     if not legal:
-        raise ConfigError(f"{rows} rows of a step cannot be divided over {gpus} devices; choose other numbers.")
+        raise ConfigError(f"{stage.rows} rows of a step cannot be divided over {gpus} devices; choose other numbers.")
     usable = device.memory * (1 - RESERVED)
     smallest: dict[tuple[Any, ...], Candidate] = {}
     for one in legal:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from glm5.config.activations import WIDE, Attention, Forward, check_recompute, exchanged_bytes
+from glm5.config.activations import WIDE, Forward, exchanged_bytes
 from glm5.config.arithmetic import attention_flops, cache_bytes, size_report
 from glm5.config.devices import Device, device_named
+from glm5.config.layout_rules import job_problems, node_of, stage_problems, training_problems
 from glm5.config.model import PRESETS, GLM5Config
+from glm5.config.optim import OptimConfig
+from glm5.config.parallel import Layout
 from glm5.config.parameters import parameters
 from glm5.config.recipe import (
-    CorpusStage,
     DistillStage,
     DsaStage,
     GeneralStage,
@@ -22,14 +23,13 @@ from glm5.config.recipe import (
     PretrainStage,
     RewardStage,
     RunRecipe,
-    SftStage,
     Stage,
-    TokenizerStage,
 )
-from glm5.config.stage_spans import stage_spans, with_fewer_indexers
 from glm5.config.step_memory import PHASES, RankStep, Setting, step_memory
+from glm5.config.step_setting import gradient_setting, job_setting
 from glm5.config.step_time import bubble
-from glm5.errors import ConfigError, UsageError
+from glm5.config.trained_models import trained_models
+from glm5.errors import UsageError
 
 # Those of `glm5/engine/engine.py` and `glm5/rl/learner.py`, whose import would load torch; a test compares them.
 CACHE_BYTES = 1 << 29
@@ -52,7 +52,12 @@ def plan(recipe: RunRecipe, gpus: int, device: str, mfu: float = MFU) -> Report:
     if gpus < 1 or not 0 < mfu <= 1:
         raise UsageError("--gpus is at least 1, --mfu above 0 and at most 1.")
     kind = device_named(device)
-    stages = [_stage(recipe, stage, config, gpus, kind, mfu) for stage, config in trained_models(recipe)]
+    problems = list(job_problems(recipe.parallel, gpus, node_of(gpus, kind.node)))
+    layout = Layout(reduce_once=recipe.parallel.reduce_once) if problems else recipe.parallel
+    for stage in recipe.stages:
+        if not isinstance(stage, GradientStage | PolicyStage):
+            problems += stage_problems(stage, recipe.parallel, gpus, recipe.launch)
+    stages = [_stage(recipe, stage, config, layout, gpus, kind, mfu) for stage, config in trained_models(recipe)]
     seconds = [stage["seconds"] for stage in stages if stage["seconds"] is not None]
     return {
         "recipe": recipe.name,
@@ -62,53 +67,26 @@ def plan(recipe: RunRecipe, gpus: int, device: str, mfu: float = MFU) -> Report:
         "assumed": {"mfu": mfu, "reserved": RESERVED},
         "predicted": ["memory", "tokens_per_second", "seconds"],
         "stages": stages,
+        "problems": problems,
         "seconds": sum(seconds),
-        "fits": not any(stage["problems"] for stage in stages),
+        "fits": not problems and not any(stage["problems"] for stage in stages),
     }
 
 
-def trained_models(recipe: RunRecipe) -> Iterator[tuple[Stage, GLM5Config]]:
-    """Every stage that trains, with the configuration of its model. Raises ConfigError for one that cannot be."""
-    preset = GLM5Config.preset(recipe.preset)
-    config: GLM5Config | None = None
-    if recipe.start is not None:
-        config = GLM5Config.load(recipe.start)
-    vocabulary: dict[str, Any] = {}
-    for stage in recipe.stages:
-        if isinstance(stage, TokenizerStage):
-            vocabulary = {"vocab_size": stage.vocab_size}
-            continue
-        if config is None:
-            config = GLM5Config.preset(recipe.preset, **{**vocabulary, **recipe.model})
-            config = config.replace(indexer_adapted=False) if config.use_dsa else config
-        if isinstance(stage, PretrainStage) and stage.max_position_embeddings is not None:
-            config = config.replace(max_position_embeddings=stage.max_position_embeddings)
-        if isinstance(stage, DsaStage):
-            config = _with_indexers(config, recipe, preset, stage)
-            if stage.share_indexers is not None:
-                try:
-                    config = with_fewer_indexers(config, stage.share_indexers)
-                except ConfigError as error:
-                    raise ConfigError(f"{stage.name}: {error}") from None
-        if isinstance(stage, GradientStage | PolicyStage):
-            yield stage, config
-
-
-def _with_indexers(config: GLM5Config, recipe: RunRecipe, preset: GLM5Config, stage: DsaStage) -> GLM5Config:
-    if config.use_dsa:
-        return config.replace(indexer_adapted=True)
-    topk = recipe.model.get("index_topk") or preset.index_topk
-    if not topk:
-        raise ConfigError(f"{stage.name}: set model.index_topk; the preset has no sparse attention.")
-    return config.replace(use_dsa=True, index_topk=topk)
-
-
-def _stage(recipe: RunRecipe, stage: Stage, config: GLM5Config, gpus: int, device: Device, mfu: float) -> Report:
+def _stage(
+    recipe: RunRecipe, stage: Stage, config: GLM5Config, layout: Layout, gpus: int, device: Device, mfu: float
+) -> Report:
+    """A stage that the job refuses gets its numbers without `pp`, `cp` and `ep`."""
     assert isinstance(stage, GradientStage | PolicyStage)
+    problems = [*stage_problems(stage, layout, gpus, recipe.launch), *training_problems(stage, config, layout)]
+    if problems:
+        layout = Layout(reduce_once=layout.reduce_once)
     if isinstance(stage, GradientStage):
-        setting, tokens = _gradient_setting(recipe, stage, config, gpus)
+        if problems and isinstance(stage.recompute, tuple):  # perhaps one for another number of layers
+            stage = stage.model_copy(update={"recompute": False})
+        setting, tokens = gradient_setting(stage, config, layout, gpus), stage.rows * stage.row_length
     else:
-        setting, tokens = _policy_setting(recipe, stage, config, gpus)
+        setting, tokens = _policy_setting(stage, config, layout, gpus)
     memory: dict[str, Any] = max(
         (step_memory(config, setting, rank) for rank in range(setting.pp)), key=lambda m: m["peak"]
     )
@@ -127,7 +105,7 @@ def _stage(recipe: RunRecipe, stage: Stage, config: GLM5Config, gpus: int, devic
     return {
         "name": stage.name,
         "kind": stage.kind,
-        "problems": _problems(recipe, stage, config, gpus, device, memory["peak"]),
+        "problems": problems or _too_large(stage, gpus, layout.cp, device, memory["peak"]),
         "memory": memory,
         "tokens_per_step": tokens,
         "exchanged_bytes_per_step": _exchanged(config, setting),
@@ -145,36 +123,15 @@ def _exchanged(config: GLM5Config, setting: Setting) -> int:
     return exchanged_bytes(config, forward) * layers * (2 + bool(forward.recompute)) * setting.parts
 
 
-def _problems(recipe: RunRecipe, stage: Stage, config: GLM5Config, gpus: int, device: Device, peak: int) -> list[str]:
-    pp, problem = _pipeline(recipe, stage, config, gpus)
-    found, ep, cp = [problem] if problem else [], recipe.parallel.ep, recipe.parallel.cp
-    for key, size in {"ep": ep, "cp": cp}.items():
-        if gpus // pp % size:
-            whole = f"{gpus // pp} processes" + (" of a pipeline stage" if pp > 1 else "")
-            found.append(f"parallel.{key} = {size} does not divide {whole}; choose a divisor.")
-    if config.n_routed_experts % ep:
-        found.append(f"parallel.ep = {ep} does not divide the {config.n_routed_experts} experts of a layer.")
-    if isinstance(stage, PolicyStage) and gpus > 1 and recipe.launch is None:
-        found.append("RL on several processes needs a section [launch]; run this stage with one.")
+def _too_large(stage: Stage, gpus: int, cp: int, device: Device, peak: int) -> list[str]:
+    """Why the stage does not fit, if it does not."""
     usable = device.memory * (1 - RESERVED)
-    if peak > usable:
-        found.append(
-            f"does not fit: it needs {peak / 1e9:,.1f} GB, and {usable / 1e9:,.1f} of {device.memory / 1e9:,.0f} GB "
-            f"can be used. {_advice(stage, gpus, cp)}"
-        )
-    return found
-
-
-def _pipeline(recipe: RunRecipe, stage: Stage, config: GLM5Config, gpus: int) -> tuple[int, str]:
-    """`parallel.pp`; if the stage cannot run with it, 1 and the reason."""
-    layout = recipe.parallel
-    if gpus % layout.pp:
-        return 1, f"parallel.pp = {layout.pp} does not divide {gpus} processes; choose a divisor."
-    try:
-        stage_spans(stage, config, layout)
-    except ConfigError as error:
-        return 1, str(error)
-    return layout.pp, ""
+    if peak <= usable:
+        return []
+    return [
+        f"does not fit: it needs {peak / 1e9:,.1f} GB, and {usable / 1e9:,.1f} of {device.memory / 1e9:,.0f} GB "
+        f"can be used. {_advice(stage, gpus, cp)}"
+    ]
 
 
 def _advice(stage: Stage, gpus: int, cp: int) -> str:
@@ -188,62 +145,8 @@ def _advice(stage: Stage, gpus: int, cp: int) -> str:
     return f"Take {', '.join([*changes, 'more GPUs' if gpus > 1 else 'more than one GPU'])} or a smaller model."
 
 
-def _gradient_setting(recipe: RunRecipe, stage: GradientStage, config: GLM5Config, gpus: int) -> tuple[Setting, int]:
-    """How the stage's steps run on a process, and the tokens of a whole step."""
-    check_recompute(config, stage.recompute, stage.name)
-    pp, _ = _pipeline(recipe, stage, config, gpus)
-    cp = recipe.parallel.cp if gpus // pp % recipe.parallel.cp == 0 else 1
-    own = -(-stage.rows // (gpus // pp // cp))
-    micro = min(stage.micro_rows or own, own)
-    attention: Attention = "sparse" if config.selects_keys else "dense"
-    depths, learns, trains = 0, False, "all"
-    if isinstance(stage, PretrainStage) and config.use_dsa and not config.indexer_adapted:
-        attention = "dense"
-    if isinstance(stage, CorpusStage | SftStage) and stage.mtp_weight and config.num_nextn_predict_layers:
-        depths = stage.mtp_depths
-    if isinstance(stage, SftStage):
-        trains, depths = "backbone", depths if stage.text_share else 0
-    if isinstance(stage, DsaStage):
-        learns, attention = stage.kind == "dsa_sparse", "sparse"
-        if stage.kind == "dsa_warmup":
-            attention, trains, depths = "warmup", "indexers", config.num_nextn_predict_layers
-    forward = Forward(
-        micro,
-        stage.row_length,
-        2 if stage.dtype == "bfloat16" else WIDE,
-        attention,
-        learns,
-        depths,
-        stage.recompute,
-        balance=isinstance(stage, CorpusStage) and bool(stage.balance_weight),
-        cp=cp,
-    )
-    setting = replace(
-        _job(recipe, stage, config, forward, gpus), parts=-(-own // micro), offload=stage.offload, trains=trains
-    )
-    return setting, stage.rows * stage.row_length
-
-
-def _job(
-    recipe: RunRecipe, stage: GradientStage | PolicyStage, config: GLM5Config, forward: Forward, gpus: int
-) -> Setting:
-    """What the processes and the optimizer decide of a setting."""
-    pp, _ = _pipeline(recipe, stage, config, gpus)
-    return Setting(
-        forward,
-        world=gpus,
-        ep=recipe.parallel.ep if gpus // pp % recipe.parallel.ep == 0 else 1,
-        pp=pp,
-        stages_per_rank=recipe.parallel.pp_stages_per_rank if pp > 1 else 1,
-        pp_layers=tuple(recipe.parallel.pp_layers) if pp > 1 else (),
-        optimizer=stage.optim.kind,
-        ns_item=2 if stage.optim.ns_dtype == "bfloat16" else WIDE,
-        reduce_once=recipe.parallel.reduce_once,
-    )
-
-
-def _policy_setting(recipe: RunRecipe, stage: PolicyStage, config: GLM5Config, gpus: int) -> tuple[Setting, int]:
-    """The learner computes in fp32. A step has at most every rollout at its full length."""
+def _policy_setting(stage: PolicyStage, config: GLM5Config, layout: Layout, gpus: int) -> tuple[Setting, int]:
+    """The learner's setting and the most tokens of an update: every rollout at its full length. It computes in fp32."""
     samples = stage.prompts * stage.group
     tokens = samples * stage.max_context
     own = -(-tokens // (gpus * stage.minibatches * stage.row_length))
@@ -258,8 +161,8 @@ def _policy_setting(recipe: RunRecipe, stage: PolicyStage, config: GLM5Config, g
         balance=False,
         all_keys=exact and not config.selects_keys,
     )
-    job = _job(recipe, stage, config, forward, gpus)
-    return replace(job, parts=-(-own // rows), trains="backbone", low_precision_copy=False), tokens
+    job = job_setting(stage, layout, gpus, forward, parts=-(-own // rows), trains="backbone")
+    return replace(job, low_precision_copy=False), tokens
 
 
 def _beside(recipe: RunRecipe, stage: PolicyStage, config: GLM5Config, gpus: int) -> dict[str, int]:
@@ -322,13 +225,12 @@ def recipe_layouts(
     from glm5.config.load import load_recipe
     from glm5.launch.layout_report import plan_layouts
 
-    recipe, kind, found = load_recipe(path, RunRecipe, overrides), device_named(device), {}
-    for stage, config in trained_models(recipe):
-        if isinstance(stage, GradientStage):
-            setting, _ = _gradient_setting(recipe, stage, config, gpus)
-            base = replace(setting, low_precision_copy=gpus == 1)
-            found[stage.name] = plan_layouts(config, base, gpus, stage.rows, kind, price=price, wanted=best)
-    return found
+    recipe, kind = load_recipe(path, RunRecipe, overrides), device_named(device)
+    return {
+        stage.name: plan_layouts(config, stage, gpus, kind, price=price, wanted=best)
+        for stage, config in trained_models(recipe)
+        if isinstance(stage, GradientStage)
+    }
 
 
 def model_layouts(
@@ -355,19 +257,12 @@ def model_layouts(
         config = config.replace(use_dsa=False)
     if sparse and not config.use_dsa:
         raise UsageError(f"--sparse: {model} has no sparse attention.")
-    depths = depths if config.num_nextn_predict_layers else 0
-    attention: Attention = "sparse" if sparse else "dense"
-    forward = Forward(1, row_length, 2, attention, learns_index=sparse, depths=depths)
-    return plan_layouts(
-        config,
-        Setting(forward, ns_item=2, optimizer=optimizer),
-        gpus,
-        rows,
-        device_named(device),
-        products,
-        price,
-        best,
-    ) | {"model": model, "device": device.lower()}
+    stage: dict[str, Any] = {"kind": "dsa_sparse" if sparse else "pretrain", "name": "layouts", "rows": rows}
+    stage |= {"row_length": row_length, "mtp_depths": depths, "dtype": "bfloat16"}
+    stage["optim"] = OptimConfig(steps=1, lr=1e-4, kind=optimizer, ns_dtype="bfloat16")
+    trained: GradientStage = DsaStage(**stage) if sparse else PretrainStage(**stage)
+    found = plan_layouts(config, trained, gpus, device_named(device), products, price, best)
+    return found | {"model": model, "device": device.lower()}
 
 
 def table(found: Report) -> str:
@@ -388,5 +283,6 @@ def table(found: Report) -> str:
         cells = "".join(f"{n / 1e9:>{w},.1f}" for n, w in zip([part["peak"], *numbers, extra], (9, 9, 7, 7, 8, 7)))
         lines.append(f"{stage['name']:<14}{cells}{stage['tokens_per_second']:>12,.0f}{hours:>7}")
         lines += [f"  {problem}" for problem in stage["problems"]]
+    lines += found["problems"]
     lines.append(f"{found['seconds'] / 3600:,.1f} hours without rollouts and evaluation.")
     return "\n".join(lines)

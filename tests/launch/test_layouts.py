@@ -12,23 +12,29 @@ from glm5.cli import app
 from glm5.config.activations import Forward
 from glm5.config.devices import device_named
 from glm5.config.model import GLM5Config
+from glm5.config.optim import OptimConfig
 from glm5.config.parameters import parameters
 from glm5.config.pipeline import divide
 from glm5.config.pipeline_memory import in_flight, received_states, sent_states, state_bytes, stored_bytes
 from glm5.config.pipeline_schedule import make_schedule
+from glm5.config.recipe import PretrainStage
 from glm5.config.step_memory import RankStep, Setting
 from glm5.config.step_time import bubble, speed_of
 from glm5.launch.layout_report import plan_layouts, tensors
-from glm5.launch.layouts import RESERVED, candidates, evaluate, search
+from glm5.launch.layouts import RESERVED, base_setting, candidates, evaluate, search
 
 TINY = GLM5Config.preset("tiny", use_dsa=False)
 BASE = Setting(Forward(1, 1024, 2, depths=1), ns_item=2)
+OPTIM = OptimConfig(steps=1, lr=1e-3, ns_dtype="bfloat16")
+STAGE = PretrainStage(
+    kind="pretrain", name="base", optim=OPTIM, rows=16, row_length=1024, mtp_depths=1, dtype="bfloat16"
+)
 SMALL = replace(device_named("h100"), memory=1.6e8)
 """A device on which some layouts of `tiny` fit."""
 
 
 def test_layouts_are_legal() -> None:
-    found = list(candidates(TINY, 16, 32, 1024))
+    found = list(candidates(TINY, STAGE.model_copy(update={"rows": 32}), 16, 8))
     assert len(set(found)) == len(found) > 100
     for one in found:
         ranks = one.dp * one.cp
@@ -37,9 +43,9 @@ def test_layouts_are_legal() -> None:
 
 
 def test_the_best_are_the_fastest_of_all_that_fit() -> None:
-    found = search(TINY, BASE, 8, 16, SMALL, wanted=2)
-    speed = speed_of(TINY, 1024, False, SMALL, 0.4)
-    every = [evaluate(TINY, BASE, one, 8, speed) for one in candidates(TINY, 8, 16, 1024)]
+    found = search(TINY, STAGE, 8, SMALL, wanted=2)
+    speed, base = speed_of(TINY, 1024, False, SMALL, 0.4), base_setting(TINY, STAGE, 8)
+    every = [evaluate(TINY, base, one, 8, speed) for one in candidates(TINY, STAGE, 8, 8)]
     fitting = sorted(plan.seconds for plan in every if not plan.problem)
     assert [plan.seconds for plan in found.best] == pytest.approx(fitting[:2])
     assert 0 < len(fitting) < len(every) == found.legal
@@ -95,7 +101,8 @@ def test_what_a_stage_sends_arrives_at_the_next(layers: tuple[int, ...], mtp: in
 def test_the_paper_s_model_fits(gpus: int, device: str) -> None:
     """744B pre-training in steps of 64M tokens."""
     config = GLM5Config.preset("glm5", use_dsa=False)
-    found = plan_layouts(config, Setting(Forward(1, 4096, 2, depths=3), ns_item=2), gpus, 16_384, device_named(device))
+    stage = STAGE.model_copy(update={"rows": 16_384, "row_length": 4096, "mtp_depths": 3})
+    found = plan_layouts(config, stage, gpus, device_named(device))
     assert len(found["best"]) == 3
     for entry in found["best"]:
         assert entry["peak_bytes"] <= 0.9 * device_named(device).memory

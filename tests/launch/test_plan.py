@@ -51,17 +51,22 @@ def test_every_recipe_has_a_plan(path: Path) -> None:
         (["stages.pretrain.micro_rows=128", "stages.pretrain.recompute=false"], 1, "does not fit: it needs"),
         (["parallel.ep=3"], 1, "parallel.ep = 3 does not divide"),
         (["parallel.cp=3"], 4, "parallel.cp = 3 does not divide"),
-        (["parallel.pp=3"], 8, "parallel.pp = 3 does not divide 8"),
-        (["parallel.pp=2", "parallel.ep=8"], 8, "parallel.ep = 8 does not divide 4 processes of a pipeline stage"),
+        (["parallel.pp=3"], 8, "parallel.pp = 3 does not divide the 8 processes of this job"),
+        (["parallel.pp=2", "parallel.ep=8"], 8, "parallel.ep = 8 does not divide the 4 processes of a pipeline"),
         (["parallel.pp=2", "stages.pretrain.compile=true"], 8, "pretrain: compile = true does not work"),
         (["parallel.pp=2", "parallel.pp_layers=[3]"], 8, "must be 2 numbers"),
         (["parallel.ep=128"], 128, "does not divide the 64 experts"),
-        ([], 4, r"needs a section \[launch\]"),
+        (["parallel.cp=12"], 24, "more than the 8 processes of a node, but not a multiple"),
+        (["parallel.pp_deferred=1"], 1, "set parallel.pp above 1"),
+        (["stages.pretrain.recompute=[true]"], 1, "pretrain: recompute has 1 settings"),
+        ([], 4, r"add the section for live RL"),
+        (["parallel.pp=2", "stages.pretrain.compile=false"], 2, r"divide neither layers nor rows \(parallel.pp = 2\)"),
+        (["parallel.cp=2"], 2, r"divide neither layers nor rows \(parallel.cp = 2\)"),
     ],
 )
 def test_problems(changes: list[str], gpus: int, said: str) -> None:
     found = load_and_plan(RECIPES / "one-gpu.toml", changes, gpus, "h100")
-    problems = [problem for stage in found["stages"] for problem in stage["problems"]]
+    problems = [*found["problems"], *(problem for stage in found["stages"] for problem in stage["problems"])]
     assert not found["fits"]
     with pytest.raises(AssertionError, match=said):
         raise AssertionError("\n".join(problems))
