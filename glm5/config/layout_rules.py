@@ -22,6 +22,9 @@ NO_INDEXER = (
 )
 
 
+MODES = (False, True, "selective")
+
+
 def first(problems: Iterable[str]) -> None:
     """Raises ConfigError for the first problem, if there is one."""
     for problem in problems:
@@ -107,8 +110,13 @@ def span_problems(stage: Stage, config: GLM5Config, layout: Layout) -> Iterator[
 
 
 def recompute_problems(stage: Stage, config: GLM5Config) -> Iterator[str]:
-    """Of a list of settings, which needs one for each layer."""
+    """Of a list of settings, which needs one for each layer, and of "auto", which needs to know each layer's bytes."""
     recompute = getattr(stage, "recompute", False)
+    if recompute == "auto" and config.has_recurrent_layers:
+        yield (
+            f'{stage.name}: recompute = "auto" needs a prediction of memory, and there is none for recurrent layers '
+            '(Gated DeltaNet, SimpleGDN); set true, false or "selective".'
+        )
     layers = config.num_hidden_layers + config.num_nextn_predict_layers
     if isinstance(recompute, tuple) and len(recompute) != layers:
         yield (
@@ -131,7 +139,7 @@ def check_run(recipe: RunRecipe, world: int, node: int | None = None) -> None:
     for stage in recipe.stages:
         first(stage_problems(stage, layout, world, recipe.launch))
     by_layer = any(
-        getattr(stage, "share_indexers", None) is not None or isinstance(getattr(stage, "recompute", None), tuple)
+        getattr(stage, "share_indexers", None) is not None or getattr(stage, "recompute", False) not in MODES
         for stage in recipe.stages
     )
     if layout == Layout() and not by_layer:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from glm5.config.activations import WIDE, Attention, Forward
+from glm5.config.devices import Device
+from glm5.config.keep_plan import recompute_plan
 from glm5.config.model import GLM5Config
 from glm5.config.parallel import Layout
 from glm5.config.recipe import CorpusStage, DsaStage, GradientStage, PolicyStage, PretrainStage, SftStage
@@ -12,7 +16,8 @@ from glm5.config.step_memory import Setting
 def gradient_setting(
     stage: GradientStage, config: GLM5Config, layout: Layout, world: int, *, cpu: bool = False
 ) -> Setting:
-    """Of a stage before RL, in a layout that the job accepts (`layout_rules`)."""
+    """Of a stage before RL, in a layout that the job accepts (`layout_rules`). With `recompute = "auto"`, nothing is
+    recomputed yet: see `planned_setting`."""
     own = -(-stage.rows // (world // layout.pp // layout.cp))
     micro = min(stage.micro_rows or own, own)
     attention: Attention = "sparse" if config.selects_keys else "dense"
@@ -34,12 +39,24 @@ def gradient_setting(
         attention,
         learns,
         depths,
-        stage.recompute,
+        False if stage.recompute == "auto" else stage.recompute,
         balance=isinstance(stage, CorpusStage) and bool(stage.balance_weight),
         cpu=cpu,
         cp=layout.cp,
     )
     return job_setting(stage, layout, world, forward, parts=-(-own // micro), trains=trains, offload=stage.offload)
+
+
+def planned_setting(
+    stage: GradientStage, config: GLM5Config, layout: Layout, world: int, device: Device, *, cpu: bool = False
+) -> tuple[Setting, int | None]:
+    """`gradient_setting`; with `recompute = "auto"`, it recomputes as little as fits on the device, and the predicted
+    peak of the fullest process is given."""
+    setting = gradient_setting(stage, config, layout, world, cpu=cpu)
+    if stage.recompute != "auto":
+        return setting, None
+    modes, peak = recompute_plan(config, setting, device)
+    return replace(setting, forward=replace(setting.forward, recompute=modes)), peak
 
 
 def job_setting(

@@ -7,13 +7,11 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
-from glm5.config.activations import exchanged_bytes
-from glm5.config.devices import Device
-from glm5.config.keep_plan import Choice, choose, kept_by_mode, layer_choices
+from glm5.config.devices import PRODUCTS, Device
+from glm5.config.keep_plan import fit, with_keeps
 from glm5.config.layout_rules import job_problems, node_of, stage_problems, training_problems
 from glm5.config.model import GLM5Config
 from glm5.config.parallel import Layout
-from glm5.config.pipeline_memory import most_in_flight
 from glm5.config.recipe import GradientStage
 from glm5.config.step_memory import Moment, RankStep, Setting
 from glm5.config.step_setting import gradient_setting
@@ -21,10 +19,6 @@ from glm5.config.step_time import Speed, StepTime, bubble, speed_of, step_time
 from glm5.config.traffic import Traffic, step_traffic
 from glm5.errors import ConfigError
 
-RESERVED = 0.1
-"""Share of a device's memory that is assumed to go to the driver, communication libraries and fragmentation."""
-PRODUCTS = 0.4
-"""Share of the peak rate that products are assumed to reach; nothing was measured."""
 STAGES = (1, 2, 4)
 """Stages per process that are tried."""
 LEAST_TOKENS = 256
@@ -122,14 +116,14 @@ def setting_of(base: Setting, candidate: Candidate, gpus: int) -> Setting:
 
 def evaluate(config: GLM5Config, base: Setting, candidate: Candidate, gpus: int, speed: Speed) -> Plan:
     """Memory and time of a candidate; what its layers keep is planned for the memory that is left (`keep_plan`)."""
-    usable = speed.device.memory * (1 - RESERVED)
+    usable = speed.device.usable
     setting = setting_of(base, candidate, gpus)
     layers = config.num_hidden_layers + config.num_nextn_predict_layers
     keeps: list[tuple[Any, bool]] = [(True, True)] * layers
     extra: list[float] = []
     worst: tuple[Moment, int] | None = None
     for rank in range(candidate.pp):
-        chosen = _fit(config, setting, rank, usable, speed)
+        chosen = fit(config, setting, rank, usable, speed)
         if isinstance(chosen, Moment):
             return Plan(candidate, chosen, rank, problem=refusal(chosen, usable))
         moment, choices = chosen
@@ -147,70 +141,6 @@ def evaluate(config: GLM5Config, base: Setting, candidate: Candidate, gpus: int,
     idle = bubble(candidate.pp, candidate.stages_per_rank, candidate.parts)
     seconds = times[slowest].seconds / (1 - idle)
     return Plan(candidate, *worst, keeps, seconds, idle, times[slowest], tuple(traffic[slowest]))
-
-
-def with_keeps(setting: Setting, keeps: list[tuple[Any, bool]]) -> Setting:
-    forward = replace(setting.forward, recompute=tuple(mode for mode, _ in keeps))
-    return replace(setting, forward=forward, offload=tuple(away for _, away in keeps))
-
-
-def _fit(
-    config: GLM5Config, setting: Setting, rank: int, usable: float, speed: Speed
-) -> Moment | tuple[Moment, dict[int, Choice]]:
-    """The peak of a process and what its layers keep; only the peak if nothing fits."""
-    layers = config.num_hidden_layers + config.num_nextn_predict_layers
-    least = RankStep(config, with_keeps(setting, [(True, True)] * layers), rank)
-    smallest = least.peak()
-    if smallest.bytes > usable:
-        return smallest
-    step = RankStep(config, setting, rank)
-    kept, flying = kept_by_mode(step), _times_kept(step)
-    device = speed.device
-    choices: list[list[Choice]] = []
-    owned = sorted(set(step.layers))
-    for layer in owned:
-        index = layer
-        if layer == config.num_hidden_layers and not step.forward.depths:
-            continue
-        again = _exchanged_again(step, layer, device)
-        options = layer_choices(step, kept, index, layer, speed.forward(step, layer), again, device)
-        choices.append([one._replace(bytes=one.bytes * flying[layer]) for one in options])
-    base_kept = sum(min(c.bytes for c in options) for options in choices)
-    budget = usable - smallest.bytes + base_kept
-    for _ in range(6):
-        chosen = choose(choices, budget)
-        if chosen is None:
-            break
-        found = dict(zip(owned, chosen))
-        keeps = [(found[n].recompute, found[n].offload) if n in found else (True, True) for n in range(layers)]
-        moment = RankStep(config, with_keeps(setting, keeps), rank).peak()
-        if moment.bytes <= usable:
-            return moment, found
-        budget -= moment.bytes - usable
-    return smallest, {n: options[-1] for n, options in zip(owned, choices)}
-
-
-def _times_kept(step: RankStep) -> dict[int, int]:
-    """How many micro-batches' activations of each layer are alive at once; of the MTP layer, times its depths."""
-    counts = most_in_flight(step) if step.setting.pp > 1 else (1,)
-    found: dict[int, int] = {}
-    for span, count in zip(step.spans, counts):
-        found |= dict.fromkeys(span.layers, count)
-        if span.mtp:
-            found[step.config.num_hidden_layers] = count * max(1, step.forward.depths)
-    return found
-
-
-def _exchanged_again(step: RankStep, layer: int, device: Device) -> float:
-    """Seconds of transfers that a layer repeats if it is computed again."""
-    c, s, forward = step.config, step.setting, step.forward
-    seconds = 0.0
-    if s.ep > 1 and (layer == c.num_hidden_layers or not c.is_dense_layer(layer)):
-        rows = 2 * forward.tokens * c.num_experts_per_tok * c.hidden_size * forward.item
-        seconds += Traffic("all-to-all", "rows of experts", rows, s.ep).seconds(device)
-    if forward.cp > 1:
-        seconds += Traffic("all-to-all", "keys of rows", exchanged_bytes(c, forward), forward.cp).seconds(device)
-    return seconds
 
 
 def refusal(moment: Moment, usable: float) -> str:
@@ -263,7 +193,7 @@ def search(
     legal = list(candidates(config, stage, gpus, node_of(gpus, device.node)))
     if not legal:
         raise ConfigError(f"{stage.rows} rows of a step cannot be divided over {gpus} devices; choose other numbers.")
-    usable = device.memory * (1 - RESERVED)
+    usable = device.usable
     smallest: dict[tuple[Any, ...], Candidate] = {}
     for one in legal:
         known = smallest.setdefault(_weights_of(one), one)

@@ -8,7 +8,8 @@ from typing import Any
 
 from glm5.config.activations import WIDE, Forward, exchanged_bytes
 from glm5.config.arithmetic import attention_flops, cache_bytes, size_report
-from glm5.config.devices import Device, device_named
+from glm5.config.devices import RESERVED, Device, device_named
+from glm5.config.keep_plan import keeps_text
 from glm5.config.layout_rules import job_problems, node_of, stage_problems, training_problems
 from glm5.config.model import PRESETS, GLM5Config
 from glm5.config.optim import OptimConfig
@@ -26,7 +27,7 @@ from glm5.config.recipe import (
     Stage,
 )
 from glm5.config.step_memory import PHASES, RankStep, Setting, step_memory
-from glm5.config.step_setting import gradient_setting, job_setting
+from glm5.config.step_setting import job_setting, planned_setting
 from glm5.config.step_time import bubble
 from glm5.config.trained_models import trained_models
 from glm5.errors import UsageError
@@ -35,8 +36,6 @@ from glm5.errors import UsageError
 CACHE_BYTES = 1 << 29
 ROWS_PER_STEP = 16
 
-RESERVED = 0.1
-"""Share of a device's memory that is assumed to go to the driver, communication libraries and fragmentation."""
 MFU = 0.15
 """Share of the peak rate that is assumed; nothing was measured."""
 
@@ -51,7 +50,7 @@ def plan(recipe: RunRecipe, gpus: int, device: str, mfu: float = MFU) -> Report:
     """
     if gpus < 1 or not 0 < mfu <= 1:
         raise UsageError("--gpus is at least 1, --mfu above 0 and at most 1.")
-    kind = device_named(device)
+    kind = device_of(device, recipe.parallel)
     problems = list(job_problems(recipe.parallel, gpus, node_of(gpus, kind.node)))
     layout = Layout(reduce_once=recipe.parallel.reduce_once) if problems else recipe.parallel
     for stage in recipe.stages:
@@ -73,6 +72,12 @@ def plan(recipe: RunRecipe, gpus: int, device: str, mfu: float = MFU) -> Report:
     }
 
 
+def device_of(name: str, layout: Layout) -> Device:
+    """The device of a name, with the memory that the layout gives a process. Raises UsageError for an unknown one."""
+    found = device_named(name)
+    return replace(found, memory=layout.memory_bytes or found.memory)
+
+
 def _stage(
     recipe: RunRecipe, stage: Stage, config: GLM5Config, layout: Layout, gpus: int, device: Device, mfu: float
 ) -> Report:
@@ -84,7 +89,7 @@ def _stage(
     if isinstance(stage, GradientStage):
         if problems and isinstance(stage.recompute, tuple):  # perhaps one for another number of layers
             stage = stage.model_copy(update={"recompute": False})
-        setting, tokens = gradient_setting(stage, config, layout, gpus), stage.rows * stage.row_length
+        (setting, _), tokens = planned_setting(stage, config, layout, gpus, device), stage.rows * stage.row_length
     else:
         setting, tokens = _policy_setting(stage, config, layout, gpus)
     memory: dict[str, Any] = max(
@@ -99,12 +104,14 @@ def _stage(
         memory["host_while_saving"] = memory["weights"] + memory["optimizer"]
     flops = model_flops(config, setting.forward)
     rate = device.flops if setting.forward.item < WIDE else device.flops_fp32
-    again = 4 / 3 if setting.forward.recompute is True else 1.0
+    modes = setting.forward.recompute if isinstance(setting.forward.recompute, tuple) else (setting.forward.recompute,)
+    again = 1 + modes.count(True) / len(modes) / 3
     speed = gpus * mfu * rate / (flops * again) * (1 - bubble(setting.pp, setting.stages_per_rank, setting.parts))
     rolls = isinstance(stage, PolicyStage)
     return {
         "name": stage.name,
         "kind": stage.kind,
+        "recompute": setting.forward.recompute,
         "problems": problems or _too_large(stage, gpus, layout.cp, device, memory["peak"]),
         "memory": memory,
         "tokens_per_step": tokens,
@@ -125,7 +132,7 @@ def _exchanged(config: GLM5Config, setting: Setting) -> int:
 
 def _too_large(stage: Stage, gpus: int, cp: int, device: Device, peak: int) -> list[str]:
     """Why the stage does not fit, if it does not."""
-    usable = device.memory * (1 - RESERVED)
+    usable = device.usable
     if peak <= usable:
         return []
     return [
@@ -225,7 +232,8 @@ def recipe_layouts(
     from glm5.config.load import load_recipe
     from glm5.launch.layout_report import plan_layouts
 
-    recipe, kind = load_recipe(path, RunRecipe, overrides), device_named(device)
+    recipe = load_recipe(path, RunRecipe, overrides)
+    kind = device_of(device, recipe.parallel)
     return {
         stage.name: plan_layouts(config, stage, gpus, kind, price=price, wanted=best)
         for stage, config in trained_models(recipe)
@@ -282,6 +290,8 @@ def table(found: Report) -> str:
         extra = sum(part.get(k, 0) for k in ("logits", "working", "communication", "engine", "other_models"))
         cells = "".join(f"{n / 1e9:>{w},.1f}" for n, w in zip([part["peak"], *numbers, extra], (9, 9, 7, 7, 8, 7)))
         lines.append(f"{stage['name']:<14}{cells}{stage['tokens_per_second']:>12,.0f}{hours:>7}")
+        if isinstance(stage["recompute"], tuple):
+            lines.append(f"  keeps: {keeps_text([(mode, False) for mode in stage['recompute']])}")
         lines += [f"  {problem}" for problem in stage["problems"]]
     lines += found["problems"]
     lines.append(f"{found['seconds'] / 3600:,.1f} hours without rollouts and evaluation.")

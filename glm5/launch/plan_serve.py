@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from glm5.config.arithmetic import size_report
-from glm5.config.devices import device_named
+from glm5.config.devices import RESERVED, device_named
 from glm5.config.model import PRESETS, GLM5Config
 from glm5.engine.kv_pool import token_bytes
 from glm5.errors import ConfigError, UsageError
-from glm5.launch.plan import RESERVED, Report
+from glm5.launch.plan import Report
 from glm5.model.disk_names import disk_tensors
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.ops.quantisers import Quantiser

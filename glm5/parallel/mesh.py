@@ -44,17 +44,16 @@ class TorchRanks(Ranks):
 
     def __init__(self, layout: Layout) -> None:
         timeout = timedelta(seconds=layout.timeout_seconds)
-        super().__init__(choose_device(layout.device))
+        super().__init__(choose_device(layout.device), layout)
         kind = self.device.type
         self._joined = not dist.is_initialized()
         if self._joined:
             dist.init_process_group(dist.get_default_backend_for_device(kind), timeout=timeout)
-        self.rank, self.world, self.layout = dist.get_rank(), dist.get_world_size(), layout
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
         first(job_problems(layout, self.world, node_size()))
         self._objects = dist.new_group(backend="gloo", timeout=timeout)
         self._patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=layout.patience_seconds))
         self._background = dist.new_group(backend="gloo", timeout=timedelta(seconds=layout.patience_seconds))
-        self.async_save = layout.async_save
         stages = torch.arange(self.world).view(layout.pp, -1)  # of one pipeline stage unless there are more
         self._everyone = DeviceMesh(kind, stages, mesh_dim_names=("pp", "all"))["all"]
         self._grid = DeviceMesh(kind, stages.view(layout.pp, -1, layout.ep), mesh_dim_names=("pp", "dp", "ep"))

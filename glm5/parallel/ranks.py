@@ -49,11 +49,10 @@ class Ranks:
     pipeline_stages = 1
     """Groups of ranks with different layers; ranks are numbered group by group."""
     device = torch.device("cpu")
-    async_save = True
-    """`Layout.async_save`."""
+    layout = Layout()
 
-    def __init__(self, device: str | torch.device = "cpu") -> None:
-        self.device = torch.device(device)
+    def __init__(self, device: str | torch.device = "cpu", layout: Layout | None = None) -> None:
+        self.device, self.layout = torch.device(device), layout or Layout()
         make_current(self.device)
 
     @property
@@ -221,9 +220,7 @@ def ranks_from_environment(layout: Layout | None = None) -> Ranks:
     layout = layout or Layout()
     first(job_problems(layout, world_size(), node_size()))
     if world_size() == 1:
-        ranks = Ranks(choose_device(layout.device))
-        ranks.async_save = layout.async_save
-        return ranks
+        return Ranks(choose_device(layout.device), layout)
     if layout.pp > 1:
         from glm5.parallel.pipeline_ranks import PipelineRanks
 
