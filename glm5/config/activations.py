@@ -260,16 +260,16 @@ def _feed_forward(config: GLM5Config, step: Forward, dense: bool) -> float:
             return (2 * c.intermediate_size + c.hidden_size) * item
         routed = c.num_experts_per_tok * (2 * c.moe_intermediate_size + c.hidden_size)
         shared = 2 * c.n_shared_experts * c.moe_intermediate_size + c.hidden_size
-        return (routed * _padding(c, step) + shared) * item + _routing(c, step, widened=False)
+        return (routed * padding(c, step) + shared) * item + _routing(c, step, widened=False)
     before = 2 * c.hidden_size * item + WIDE
     if dense:
         return before + 3 * c.intermediate_size * item
     routed = c.num_experts_per_tok * (2 * c.hidden_size + 3 * c.moe_intermediate_size)
     shared = 3 * c.n_shared_experts * c.moe_intermediate_size
-    return before + (routed * _padding(c, step) + shared) * item + _routing(c, step)
+    return before + (routed * padding(c, step) + shared) * item + _routing(c, step)
 
 
-def _padding(config: GLM5Config, step: Forward) -> float:
+def padding(config: GLM5Config, step: Forward) -> float:
     """Rows of the experts' buffers over choices."""
     if not step.cpu:
         return 1

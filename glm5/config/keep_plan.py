@@ -156,7 +156,7 @@ def fit(
 
 def _times_kept(step: RankStep) -> dict[int, int]:
     """How many micro-batches' activations of each layer are alive at once; of the MTP layer, times its depths."""
-    counts = most_in_flight(step) if step.setting.pp > 1 else (1,)
+    counts = most_in_flight(step).active if step.setting.pp > 1 else (1,)
     found: dict[int, int] = {}
     for span, count in zip(step.spans, counts):
         found |= dict.fromkeys(span.layers, count)

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from glm5.config.launch import Launch
 from glm5.config.model import GLM5Config
 from glm5.config.parallel import Layout
-from glm5.config.pipeline import divide
 from glm5.config.recipe import DsaStage, GeneralStage, GradientStage, PolicyStage, RunRecipe, Stage, TokenizerStage
+from glm5.config.step_memory import spans_of
 from glm5.config.trained_models import trained_models
 from glm5.errors import ConfigError
 
@@ -99,7 +99,7 @@ def span_problems(stage: Stage, config: GLM5Config, layout: Layout) -> Iterator[
     if layout.pp == 1 or not isinstance(stage, GradientStage):
         return
     try:
-        spans = divide(config, layout.pp * layout.pp_stages_per_rank, layout.pp_layers)
+        spans = spans_of(config, layout.pp * layout.pp_stages_per_rank, tuple(layout.pp_layers))
     except ConfigError as error:
         yield str(error)
         return

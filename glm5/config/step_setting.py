@@ -78,6 +78,7 @@ def job_setting(
         pp=layout.pp,
         stages_per_rank=layout.pp_stages_per_rank,
         pp_layers=tuple(layout.pp_layers),
+        deferred=layout.pp_deferred,
         optimizer=stage.optim.kind,
         ns_item=2 if stage.optim.ns_dtype == "bfloat16" else WIDE,
         reduce_once=layout.reduce_once,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from glm5.config.activations import WIDE, mode_of
 from glm5.config.arithmetic import attention_flops
 from glm5.config.devices import Device
 from glm5.config.model import GLM5Config
 from glm5.config.parameters import ENDS, parameters
+from glm5.config.pipeline_schedule import make_schedule, repeating, simulate
 from glm5.config.step_memory import RankStep
 from glm5.config.traffic import Traffic, step_traffic
 
@@ -79,6 +81,22 @@ def step_time(step: RankStep, speed: Speed, traffic: list[Traffic] | None = None
     return StepTime(computing, seconds[False], seconds[True])
 
 
-def bubble(pp: int, stages_per_rank: int, parts: int) -> float:
-    """Idle share of a step if all stages cost the same."""
-    return (pp - 1) / (parts * stages_per_rank + pp - 1)
+@lru_cache(maxsize=1024)
+def bubble(pp: int, stages_per_rank: int, parts: int, deferred: int = 0, again: float = 0.0) -> float:
+    """Idle share of a step if all stages cost the same, by the schedule; `again`: the share of a forward pass that
+    backward repeats. Without deferred weight gradients, whole rounds have a formula."""
+    if not deferred and (stages_per_rank == 1 or parts % pp == 0):
+        return (pp - 1) / (parts * stages_per_rank + pp - 1)
+    few = repeating(pp, parts, deferred)
+    cost = {"F": 1.0, "B": 2.0 + again, "I": 1.0 + again, "W": 1.0, "R": 0.0}
+    times = simulate(make_schedule(pp, stages_per_rank, few, deferred), lambda action: cost[action.kind])
+    each = stages_per_rank * (3.0 + again)
+    idle = max(plan[-1][1] for plan in times) - few * each  # the rounds that are left out have no wait
+    return idle / (idle + parts * each)
+
+
+def bubble_of(step: RankStep) -> float:
+    """`bubble` for a process's setting and what its layers recompute."""
+    s, modes = step.setting, [mode_of(step.forward, layer) is True for _, layer, _ in step.kept]
+    again = round(2 * sum(modes) / max(1, len(modes))) / 2
+    return bubble(s.pp, s.stages_per_rank, s.parts, s.deferred, again)

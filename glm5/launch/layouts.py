@@ -15,12 +15,15 @@ from glm5.config.parallel import Layout
 from glm5.config.recipe import GradientStage
 from glm5.config.step_memory import Moment, RankStep, Setting
 from glm5.config.step_setting import gradient_setting
-from glm5.config.step_time import Speed, StepTime, bubble, speed_of, step_time
+from glm5.config.step_time import Speed, StepTime, bubble_of, speed_of, step_time
 from glm5.config.traffic import Traffic, step_traffic
 from glm5.errors import ConfigError
 
 STAGES = (1, 2, 4)
 """Stages per process that are tried."""
+DEFERRED = (0, 1)
+"""Values of `pp_deferred` that are tried: if stages cost the same, the second micro-batch that waits fills no more
+time."""
 LEAST_TOKENS = 256
 """Tokens of a row that a process has at least, with context parallelism."""
 
@@ -37,12 +40,22 @@ class Candidate:
     micro_rows: int
     parts: int
     reduce_once: bool
+    deferred: int = 0
+
+    @property
+    def layout(self) -> Layout:
+        """As a recipe has it."""
+        sizes = {"pp": self.pp, "pp_stages_per_rank": self.stages_per_rank, "cp": self.cp, "ep": self.ep}
+        return Layout(**sizes, pp_deferred=self.deferred, reduce_once=self.reduce_once)
 
     @property
     def name(self) -> str:
         interleaved = f"x{self.stages_per_rank}" if self.stages_per_rank > 1 else ""
         once = "" if self.pp > 1 or self.parts == 1 or not self.reduce_once else " reduce_once"
-        return f"pp {self.pp}{interleaved} dp {self.dp} cp {self.cp} ep {self.ep} rows {self.micro_rows}{once}"
+        deferred = f" deferred {self.deferred}" if self.deferred else ""
+        return (
+            f"pp {self.pp}{interleaved}{deferred} dp {self.dp} cp {self.cp} ep {self.ep} rows {self.micro_rows}{once}"
+        )
 
 
 @dataclass(frozen=True)
@@ -88,7 +101,8 @@ def candidates(config: GLM5Config, stage: GradientStage, gpus: int, node: int) -
             if own % micro or (pp > 1 and parts < pp):
                 continue
             for once in (True, False) if pp == 1 and parts > 1 and gpus > 1 else (True,):
-                yield Candidate(pp, layout.pp_stages_per_rank, cp, layout.ep, dp, micro, parts, once)
+                for deferred in DEFERRED if pp > 1 else (0,):
+                    yield Candidate(pp, layout.pp_stages_per_rank, cp, layout.ep, dp, micro, parts, once, deferred)
 
 
 def _divisors(number: int) -> list[int]:
@@ -110,6 +124,7 @@ def setting_of(base: Setting, candidate: Candidate, gpus: int) -> Setting:
         pp=candidate.pp,
         stages_per_rank=candidate.stages_per_rank,
         pp_layers=(),
+        deferred=candidate.deferred,
         reduce_once=candidate.reduce_once,
     )
 
@@ -138,7 +153,7 @@ def evaluate(config: GLM5Config, base: Setting, candidate: Candidate, gpus: int,
     traffic = [step_traffic(step) for step in steps]
     times = [step_time(step, speed, moved, more) for step, moved, more in zip(steps, traffic, extra)]
     slowest = max(range(candidate.pp), key=lambda rank: times[rank].seconds)
-    idle = bubble(candidate.pp, candidate.stages_per_rank, candidate.parts)
+    idle = bubble_of(steps[slowest])
     seconds = times[slowest].seconds / (1 - idle)
     return Plan(candidate, *worst, keeps, seconds, idle, times[slowest], tuple(traffic[slowest]))
 
@@ -228,7 +243,7 @@ def search(
 
 def _weights_of(one: Candidate) -> tuple[Any, ...]:
     """What decides the bytes that do not depend on tokens."""
-    return one.pp, one.stages_per_rank, one.ep, one.reduce_once
+    return one.pp, one.stages_per_rank, one.ep, one.reduce_once, one.deferred
 
 
 def _too_large(config: GLM5Config, base: Setting, one: Candidate, gpus: int, usable: float) -> Plan | None:
@@ -247,6 +262,5 @@ def _bound(config: GLM5Config, base: Setting, candidate: Candidate, gpus: int, s
     setting = setting_of(base, candidate, gpus)
     layers = config.num_hidden_layers + config.num_nextn_predict_layers
     setting = with_keeps(setting, [(False, False)] * layers)
-    times = [step_time(RankStep(config, setting, rank), speed) for rank in {0, candidate.pp - 1}]
-    idle = bubble(candidate.pp, candidate.stages_per_rank, candidate.parts)
-    return max(time.seconds for time in times) / (1 - idle)
+    steps = [RankStep(config, setting, rank) for rank in {0, candidate.pp - 1}]
+    return max(step_time(step, speed).seconds / (1 - bubble_of(step)) for step in steps)

@@ -28,7 +28,7 @@ from glm5.config.recipe import (
 )
 from glm5.config.step_memory import PHASES, RankStep, Setting, step_memory
 from glm5.config.step_setting import job_setting, planned_setting
-from glm5.config.step_time import bubble
+from glm5.config.step_time import bubble_of
 from glm5.config.trained_models import trained_models
 from glm5.errors import UsageError
 
@@ -106,7 +106,7 @@ def _stage(
     rate = device.flops if setting.forward.item < WIDE else device.flops_fp32
     modes = setting.forward.recompute if isinstance(setting.forward.recompute, tuple) else (setting.forward.recompute,)
     again = 1 + modes.count(True) / len(modes) / 3
-    speed = gpus * mfu * rate / (flops * again) * (1 - bubble(setting.pp, setting.stages_per_rank, setting.parts))
+    speed = gpus * mfu * rate / (flops * again) * (1 - bubble_of(RankStep(config, setting)))
     rolls = isinstance(stage, PolicyStage)
     return {
         "name": stage.name,

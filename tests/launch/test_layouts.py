@@ -15,13 +15,21 @@ from glm5.config.model import GLM5Config
 from glm5.config.optim import OptimConfig
 from glm5.config.parameters import parameters
 from glm5.config.pipeline import divide
-from glm5.config.pipeline_memory import in_flight, received_states, sent_states, state_bytes, stored_bytes
-from glm5.config.pipeline_schedule import make_schedule
-from glm5.config.recipe import PretrainStage
+from glm5.config.pipeline_memory import (
+    in_flight,
+    received_states,
+    sent_states,
+    state_bytes,
+    stored_bytes,
+    waiting_bytes,
+)
+from glm5.config.pipeline_schedule import make_schedule, simulate, sums_of_stages
+from glm5.config.recipe import PretrainStage, RunRecipe
 from glm5.config.step_memory import RankStep, Setting
 from glm5.config.step_time import bubble, speed_of
 from glm5.launch.layout_report import plan_layouts, tensors
 from glm5.launch.layouts import base_setting, candidates, evaluate, search
+from glm5.launch.plan import plan
 
 TINY = GLM5Config.preset("tiny", use_dsa=False)
 BASE = Setting(Forward(1, 1024, 2, depths=1), ns_item=2)
@@ -63,29 +71,69 @@ def test_tensors_are_listed_by_name() -> None:
     assert sum(listed["gradients"].values()) == step.gradient
 
 
-@pytest.mark.parametrize(("pp", "chunks", "parts"), [(4, 1, 8), (2, 2, 4), (4, 2, 5), (3, 4, 40), (2, 1, 1), (3, 3, 2)])
-def test_micro_batches_in_flight_are_those_of_the_schedule(pp: int, chunks: int, parts: int) -> None:
-    for rank, actions in enumerate(make_schedule(pp, chunks, parts)):
-        counts, seen = [0] * chunks, set()
+SCHEDULES = [(4, 1, 8, 0), (2, 2, 4, 0), (4, 2, 5, 0), (3, 4, 40, 0), (2, 1, 1, 0), (3, 3, 2, 0)]
+SCHEDULES += [(2, 2, 90, 5), (3, 2, 61, 1), (3, 3, 95, 0), (4, 1, 40, 1), (4, 1, 50, 9), (2, 2, 31, 3), (4, 2, 5, 1), (3, 1, 2, 4), (3, 2, 48, 20)]
+
+
+@pytest.mark.parametrize(("pp", "chunks", "parts", "deferred"), SCHEDULES)
+def test_micro_batches_in_flight_are_those_of_the_schedule(pp: int, chunks: int, parts: int, deferred: int) -> None:
+    for rank, actions in enumerate(make_schedule(pp, chunks, parts, deferred)):
+        active, waiting, seen, sums = [0] * chunks, [0] * chunks, set(), [0] * chunks
         for action in actions:
-            counts[action.stage // pp] += {"F": 1, "B": -1}.get(action.kind, 0)
-            if action.kind == "F":
-                seen.add(tuple(counts))
-        assert in_flight(pp, chunks, rank, parts) - {(0,) * chunks} >= seen
-        assert max(map(sum, in_flight(pp, chunks, rank, parts))) == max(map(sum, seen))
-    assert bubble(pp, chunks, parts) == (pp - 1) / (parts * chunks + pp - 1)
+            stage = action.stage // pp
+            active[stage] += (action.kind == "F") - (action.kind in "BI")
+            waiting[stage] += (action.kind == "I") - (action.kind == "W")
+            sums[stage] += action.kind == "R"
+            seen.add((tuple(active), tuple(waiting)))
+        assert max(map(sum, (one for _, one in seen))) <= max(deferred, 0) + 1
+        found = in_flight(pp, chunks, rank, parts, deferred)
+        # Those of the whole schedule are no more, whatever a micro-batch keeps.
+        for kept, left in ((1, 0), (5, 1), (1, 5), (0, 1)):
+            sizes = [[sum(a) * kept + sum(w) * left for a, w in states] for states in (found, seen)]
+            assert max(sizes[0]) == max(sizes[1])
+        assert sums == [sums_of_stages(pp, chunks, parts, rank, deferred)[s * pp + rank] for s in range(chunks)]
 
 
-def test_the_most_bytes_in_flight_are_those_of_the_schedule() -> None:
+@pytest.mark.parametrize(("pp", "chunks", "parts", "deferred"), [*SCHEDULES, (8, 1, 200, 1), (4, 1, 64, 16)])
+@pytest.mark.parametrize("again", [0, 1])
+def test_the_bubble_is_that_of_the_whole_schedule(pp: int, chunks: int, parts: int, deferred: int, again: int) -> None:
+    cost = {"F": 1, "B": 2 + again, "I": 1 + again, "W": 1, "R": 0}
+    times = simulate(make_schedule(pp, chunks, parts, deferred), lambda action: cost[action.kind])
+    end = max(rank[-1][1] for rank in times)
+    worked = parts * chunks * (3 + again)
+    assert bubble(pp, chunks, parts, deferred, again) == pytest.approx((end - worked) / end)
+    if parts >= 2 * pp and deferred:
+        assert bubble(pp, chunks, parts, deferred, again) < bubble(pp, chunks, parts, 0, again)
+
+
+@pytest.mark.parametrize("deferred", [0, 2])
+def test_the_most_bytes_in_flight_are_those_of_the_schedule(deferred: int) -> None:
     config = GLM5Config.preset("tiny", use_dsa=False)
-    for rank, actions in enumerate(make_schedule(2, 2, 6)):
-        step = RankStep(config, replace(BASE, world=2, pp=2, stages_per_rank=2, parts=6), rank)
+    setting = replace(BASE, world=2, pp=2, stages_per_rank=2, parts=6, deferred=deferred)
+    for rank, actions in enumerate(make_schedule(2, 2, 6, deferred)):
+        step = RankStep(config, setting, rank)
         sizes, alive, most = [*map(sum, zip(stored_bytes(step), state_bytes(step)))], 0, 0
         for action in actions:
-            alive += {"F": 1, "B": -1}.get(action.kind, 0) * sizes[action.stage // 2]
+            stage = action.stage // 2
+            alive += ((action.kind == "F") - (action.kind in "BI")) * sizes[stage]
+            alive += ((action.kind == "I") - (action.kind == "W")) * waiting_bytes(step)[stage]
             most = max(most, alive)
         held = next(step.moments()).held
         assert sum(size for name, size in held.items() if "stage " in name) == most
+
+
+def test_deferring_costs_memory_and_saves_time() -> None:
+    """Of a recipe, and in the list of layouts."""
+    recipe = {"name": "x", "preset": "tiny", "stages": [STAGE.model_dump(mode="json")], "parallel": {"pp": 4}}
+    recipe["stages"][0]["micro_rows"] = 1
+    plain, deferred = (
+        plan(RunRecipe.model_validate({**recipe, "parallel": {"pp": 4, "pp_deferred": n}}), 4, "h100")["stages"][0]
+        for n in (0, 4)
+    )
+    assert deferred["memory"]["activations"] > plain["memory"]["activations"]
+    assert deferred["tokens_per_second"] > plain["tokens_per_second"]
+    found = {one.deferred for one in candidates(TINY, STAGE, 8, 8) if one.pp == 4}
+    assert found == {0, 1} and {one.deferred for one in candidates(TINY, STAGE, 8, 8) if one.pp == 1} == {0}
 
 
 @pytest.mark.parametrize(("layers", "mtp"), [((2, 2), 1), ((4, 0), 1), ((3, 1, 0), 1), ((4, 0, 0), 1), ((3, 1, 0), 0)])
