@@ -1,7 +1,7 @@
 """Why a job refuses a layout, before any process starts. `glm5 plan` and the trainer ask the same functions.
 
 Rules are of the processes alone, of the model that they divide, or of the stage that trains it. Each function gives a
-sentence per problem; `first` raises the first one.
+sentence per problem; `refuse` raises the first one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NO_INDEXER = (
 MODES = (False, True, "selective")
 
 
-def first(problems: Iterable[str]) -> None:
+def refuse(problems: Iterable[str]) -> None:
     """Raises ConfigError for the first problem, if there is one."""
     for problem in problems:
         raise ConfigError(problem)
@@ -66,6 +66,27 @@ def model_problems(layout: Layout, config: GLM5Config) -> Iterator[str]:
             f"parallel.cp = {layout.cp} cannot divide a recurrence over tokens (Gated DeltaNet, SimpleGDN); train this "
             "model with parallel.cp = 1."
         )
+
+
+def tp_problems(config: GLM5Config, tp: int) -> Iterator[str]:
+    """Of an engine that divides a model over `tp` devices."""
+    if tp > 1 and config.has_recurrent_layers:
+        yield (
+            "Tensor parallelism does not divide layers with a recurrent state (Gated DeltaNet, SimpleGDN); serve this "
+            "model with --tp 1."
+        )
+    layers = range(config.num_hidden_layers)
+    sizes = {"num_attention_heads": config.num_attention_heads}
+    if config.attention_type == "gqa":
+        sizes["num_key_value_heads"] = config.num_key_value_heads
+    if any(config.is_dense_layer(layer) for layer in layers):
+        sizes["intermediate_size"] = config.intermediate_size
+    if config.num_nextn_predict_layers or not all(config.is_dense_layer(layer) for layer in layers):
+        sizes["n_routed_experts"] = config.n_routed_experts
+        sizes["moe_intermediate_size * n_shared_experts"] = config.moe_intermediate_size * config.n_shared_experts
+    for key, size in sizes.items():
+        if size % tp:
+            yield f"--tp {tp} does not divide this model: its {key} is {size}; choose a divisor of it."
 
 
 def stage_problems(stage: Stage, layout: Layout, world: int, launch: Launch | None) -> Iterator[str]:
@@ -135,9 +156,9 @@ def training_problems(stage: Stage, config: GLM5Config, layout: Layout) -> Itera
 def check_run(recipe: RunRecipe, world: int, node: int | None = None) -> None:
     """Raises ConfigError for what a job of `world` processes refuses of a recipe."""
     layout = recipe.parallel
-    first(job_problems(layout, world, node))
+    refuse(job_problems(layout, world, node))
     for stage in recipe.stages:
-        first(stage_problems(stage, layout, world, recipe.launch))
+        refuse(stage_problems(stage, layout, world, recipe.launch))
     by_layer = any(
         getattr(stage, "share_indexers", None) is not None or getattr(stage, "recompute", False) not in MODES
         for stage in recipe.stages
@@ -145,7 +166,7 @@ def check_run(recipe: RunRecipe, world: int, node: int | None = None) -> None:
     if layout == Layout() and not by_layer:
         return  # no rule asks for the model, which may be one that only the run knows
     for stage, config in trained_models(recipe):
-        first(training_problems(stage, config, layout))
+        refuse(training_problems(stage, config, layout))
 
 
 def node_of(gpus: int, node: int) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from glm5.config.activations import WIDE, mode_of
-from glm5.config.arithmetic import attention_flops
+from glm5.config.activations import WIDE, Forward, mode_of
+from glm5.config.arithmetic import attention_flops, size_report
 from glm5.config.devices import Device
 from glm5.config.model import GLM5Config
 from glm5.config.parameters import ENDS, parameters
@@ -42,6 +42,26 @@ def layer_flops(config: GLM5Config, length: int, layer: int, sparse: bool) -> fl
             weights += p.size * (c.num_experts_per_tok / c.n_routed_experts if p.expert else 1)
     seen = c if sparse or not c.use_dsa else c.replace(use_dsa=False)
     return 2 * weights + attention_flops(seen, length // 2, absorbed=sparse) / c.num_hidden_layers
+
+
+def model_flops(config: GLM5Config, forward: Forward) -> float:
+    """Model FLOPs of forward and backward per token: 3 x (2 x active parameters + attention) with every MTP depth (see
+    `size_report`). Computing something again does not count."""
+    dense = config.replace(use_dsa=False) if config.use_dsa and forward.attention != "sparse" else config
+    if forward.all_keys and config.use_dsa:
+        dense = config.replace(use_dsa=False)
+    report = size_report(dense, forward.length)
+    flops = float(report["train_flops_per_token"])
+    if forward.attention == "warmup":  # the indexers learn, all else only goes forward
+        return flops / 3 + 3 * 2 * sum(p.size for p in parameters(config) if p.indexer)
+    if forward.depths:
+        parts = report["components"]
+        active = config.num_experts_per_tok + config.n_shared_experts
+        layer = parts["attention"] + parts["indexer"] + parts["router"] + active * parts["expert"]
+        layer += parts["mtp_extra"] + parts["embedding"]
+        attention = attention_flops(dense, forward.length // 2, absorbed=False) / config.num_hidden_layers
+        flops += forward.depths * 3 * (2 * layer + attention)
+    return flops
 
 
 @dataclass(frozen=True)

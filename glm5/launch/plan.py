@@ -6,35 +6,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from glm5.config.activations import WIDE, Forward, exchanged_bytes
-from glm5.config.arithmetic import attention_flops, cache_bytes, size_report
+from glm5.config.activations import WIDE, exchanged_bytes
 from glm5.config.devices import RESERVED, Device, device_named
 from glm5.config.keep_plan import keeps_text
 from glm5.config.layout_rules import job_problems, node_of, stage_problems, training_problems
 from glm5.config.model import PRESETS, GLM5Config
 from glm5.config.optim import OptimConfig
 from glm5.config.parallel import Layout
-from glm5.config.parameters import parameters
 from glm5.config.recipe import (
-    DistillStage,
     DsaStage,
-    GeneralStage,
     GradientStage,
     PolicyStage,
     PretrainStage,
-    RewardStage,
     RunRecipe,
     Stage,
 )
 from glm5.config.step_memory import PHASES, RankStep, Setting, step_memory
-from glm5.config.step_setting import job_setting, planned_setting
-from glm5.config.step_time import bubble_of
+from glm5.config.step_setting import planned_setting
+from glm5.config.step_time import bubble_of, model_flops
 from glm5.config.trained_models import trained_models
 from glm5.errors import UsageError
-
-# Those of `glm5/engine/engine.py` and `glm5/rl/learner.py`, whose import would load torch; a test compares them.
-CACHE_BYTES = 1 << 29
-ROWS_PER_STEP = 16
+from glm5.launch.plan_rl import ASSUMED, beside_the_learner, policy_setting, rl_split, split_lines
 
 MFU = 0.15
 """Share of the peak rate that is assumed; nothing was measured."""
@@ -91,12 +83,12 @@ def _stage(
             stage = stage.model_copy(update={"recompute": False})
         (setting, _), tokens = planned_setting(stage, config, layout, gpus, device), stage.rows * stage.row_length
     else:
-        setting, tokens = _policy_setting(stage, config, layout, gpus)
+        setting, tokens = policy_setting(stage, config, layout, gpus)
     memory: dict[str, Any] = max(
         (step_memory(config, setting, rank) for rank in range(setting.pp)), key=lambda m: m["peak"]
     )
     memory["peak_phase"] = PHASES[memory["peak_phase"]]
-    beside = _beside(recipe, stage, config, gpus) if isinstance(stage, PolicyStage) else {}
+    beside = beside_the_learner(stage, config, recipe.launch, gpus) if isinstance(stage, PolicyStage) else {}
     memory |= beside
     memory["peak"] += sum(beside.values())
     memory["host_while_saving"] = 0
@@ -108,6 +100,7 @@ def _stage(
     again = 1 + modes.count(True) / len(modes) / 3
     speed = gpus * mfu * rate / (flops * again) * (1 - bubble_of(RankStep(config, setting)))
     rolls = isinstance(stage, PolicyStage)
+    splits = rolls and gpus > 1
     return {
         "name": stage.name,
         "kind": stage.kind,
@@ -118,6 +111,7 @@ def _stage(
         "exchanged_bytes_per_step": _exchanged(config, setting),
         "flops_per_token": round(flops),
         "tokens_per_second": speed,
+        "rl": rl_split(stage, config, layout, gpus, device, mfu, recipe.launch) if splits else None,
         "seconds": None if rolls else stage.optim.steps * tokens / speed,  # rollouts take most of RL's time
     }
 
@@ -150,72 +144,6 @@ def _advice(stage: Stage, gpus: int, cp: int) -> str:
     changes += [] if stage.dtype == "bfloat16" else ['dtype = "bfloat16"']
     changes += ["a larger parallel.cp"] if stage.micro_rows == 1 and cp < gpus else []
     return f"Take {', '.join([*changes, 'more GPUs' if gpus > 1 else 'more than one GPU'])} or a smaller model."
-
-
-def _policy_setting(stage: PolicyStage, config: GLM5Config, layout: Layout, gpus: int) -> tuple[Setting, int]:
-    """The learner's setting and the most tokens of an update: every rollout at its full length. It computes in fp32."""
-    samples = stage.prompts * stage.group
-    tokens = samples * stage.max_context
-    own = -(-tokens // (gpus * stage.minibatches * stage.row_length))
-    rows = min(ROWS_PER_STEP, own)
-    exact = stage.rollouts == "exact" and config.attention_type == "mla"
-    sparse = config.selects_keys or exact
-    forward = Forward(
-        rows,
-        stage.row_length,
-        WIDE,
-        "sparse" if sparse else "dense",
-        balance=False,
-        all_keys=exact and not config.selects_keys,
-    )
-    job = job_setting(stage, layout, gpus, forward, parts=-(-own // rows), trains="backbone")
-    return replace(job, low_precision_copy=False), tokens
-
-
-def _beside(recipe: RunRecipe, stage: PolicyStage, config: GLM5Config, gpus: int) -> dict[str, int]:
-    """Bytes of an RL stage besides the learner's: the engine on the same device with its cache, and other models."""
-    total = sum(p.size for p in parameters(config))
-    item = WIDE if stage.engine_dtype == "float32" else 2
-    concurrency = stage.concurrency or stage.prompts * stage.group
-    cache = cache_bytes(config, 1) * item // 2
-    together = recipe.launch is None or recipe.launch.engine_device == "auto" or gpus == 1
-    engines = 0 if recipe.launch is None else -(-recipe.launch.engines // gpus)
-    pool = min(CACHE_BYTES, cache * concurrency * (stage.max_context + 64))
-    pool = max(pool, cache * (stage.max_context + 1))
-    others = 0
-    if isinstance(stage, RewardStage) and stage.kl_weight:
-        others += 1
-    if isinstance(stage, GeneralStage) and stage.reward_model is not None and stage.reward_model.kind == "learned":
-        others += 1
-    if isinstance(stage, GeneralStage) and stage.judge is not None:
-        others += not stage.judge.model.startswith(("http://", "https://"))
-    if isinstance(stage, DistillStage):
-        teachers = {stage.teacher_of(family) for family in stage.families}
-        others += len(teachers) if stage.keep_teachers else 1
-    return {
-        "engine": (item * total + pool) * max(1, engines) if together else 0,
-        "other_models": others * WIDE * total,
-    }
-
-
-def model_flops(config: GLM5Config, forward: Forward) -> float:
-    """Model FLOPs of forward and backward per token: 3 x (2 x active parameters + attention) with every MTP depth (see
-    `size_report`). Computing something again does not count."""
-    dense = config.replace(use_dsa=False) if config.use_dsa and forward.attention != "sparse" else config
-    if forward.all_keys and config.use_dsa:
-        dense = config.replace(use_dsa=False)
-    report = size_report(dense, forward.length)
-    flops = float(report["train_flops_per_token"])
-    if forward.attention == "warmup":  # the indexers learn, all else only goes forward
-        return flops / 3 + 3 * 2 * sum(p.size for p in parameters(config) if p.indexer)
-    if forward.depths:
-        parts = report["components"]
-        active = config.num_experts_per_tok + config.n_shared_experts
-        layer = parts["attention"] + parts["indexer"] + parts["router"] + active * parts["expert"]
-        layer += parts["mtp_extra"] + parts["embedding"]
-        attention = attention_flops(dense, forward.length // 2, absorbed=False) / config.num_hidden_layers
-        flops += forward.depths * 3 * (2 * layer + attention)
-    return flops
 
 
 def load_and_plan(path: Path, overrides: list[str], gpus: int, device: str, mfu: float = MFU) -> Report:
@@ -292,7 +220,8 @@ def table(found: Report) -> str:
         lines.append(f"{stage['name']:<14}{cells}{stage['tokens_per_second']:>12,.0f}{hours:>7}")
         if isinstance(stage["recompute"], tuple):
             lines.append(f"  keeps: {keeps_text([(mode, False) for mode in stage['recompute']])}")
+        lines += split_lines(stage["rl"]) if stage["rl"] else []
         lines += [f"  {problem}" for problem in stage["problems"]]
-    lines += found["problems"]
+    lines += [*found["problems"], *([ASSUMED] if any(stage["rl"] for stage in found["stages"]) else [])]
     lines.append(f"{found['seconds'] / 3600:,.1f} hours without rollouts and evaluation.")
     return "\n".join(lines)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from glm5.config.layout_rules import first, job_problems, model_problems
+from glm5.config.layout_rules import job_problems, model_problems, refuse
 from glm5.config.model import GLM5Config
 from glm5.config.parallel import Layout
 from glm5.data.packing import Batch
@@ -50,7 +50,7 @@ class TorchRanks(Ranks):
         if self._joined:
             dist.init_process_group(dist.get_default_backend_for_device(kind), timeout=timeout)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        first(job_problems(layout, self.world, node_size()))
+        refuse(job_problems(layout, self.world, node_size()))
         self._objects = dist.new_group(backend="gloo", timeout=timeout)
         self._patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=layout.patience_seconds))
         self._background = dist.new_group(backend="gloo", timeout=timedelta(seconds=layout.patience_seconds))
@@ -86,7 +86,7 @@ class TorchRanks(Ranks):
         return batch if self._context is None else self._context.own_tokens(batch, config)
 
     def shard(self, model: GLM5ForCausalLM, dtype: torch.dtype, trainable: Callable[[str], bool]) -> GLM5ForCausalLM:
-        first(model_problems(self.layout, model.config))
+        refuse(model_problems(self.layout, model.config))
         gc.collect()  # the shards of the stage before are in reference cycles
         source, model.weight_source = model.weight_source, None
         if source is None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from glm5.config.layout_rules import first, model_problems
+from glm5.config.layout_rules import model_problems, refuse
 from glm5.config.parallel import Layout
 from glm5.config.pipeline import divide
 from glm5.errors import ConfigError
@@ -58,7 +58,7 @@ class PipelineRanks(TorchRanks):
         return self._everyone.get_group()
 
     def shard(self, model: GLM5ForCausalLM, dtype: torch.dtype, trainable: Callable[[str], bool]) -> GLM5ForCausalLM:
-        first(model_problems(self.layout, model.config))
+        refuse(model_problems(self.layout, model.config))
         gc.collect()  # the shards of the stage before are in reference cycles
         source, model.weight_source = model.weight_source, None
         layout, names = self.layout, [name for name, _ in model.named_parameters()]

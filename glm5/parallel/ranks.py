@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor
 
-from glm5.config.layout_rules import first, job_problems
+from glm5.config.layout_rules import job_problems, refuse
 from glm5.config.model import GLM5Config
 from glm5.config.parallel import Layout
 from glm5.data.packing import Batch
@@ -218,7 +218,7 @@ def node_size() -> int | None:
 def ranks_from_environment(layout: Layout | None = None) -> Ranks:
     """Join the job that torchrun started; without torchrun, a world of one process. The caller must close it."""
     layout = layout or Layout()
-    first(job_problems(layout, world_size(), node_size()))
+    refuse(job_problems(layout, world_size(), node_size()))
     if world_size() == 1:
         return Ranks(choose_device(layout.device), layout)
     if layout.pp > 1:

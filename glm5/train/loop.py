@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from glm5.config.layout_rules import first, recompute_problems
+from glm5.config.layout_rules import recompute_problems, refuse
 from glm5.config.optim import OptimConfig
 from glm5.config.recipe import GradientStage
 from glm5.data.packing import Batch, StepCounts
@@ -169,7 +169,7 @@ class Trainer:
     ) -> None:
         self.stage, self.config, self.io, self.loss_of, self.bias_rate = stage, stage.optim, io, loss_of, bias_rate
         self.ranks = io.ranks
-        first(recompute_problems(stage, model.config))
+        refuse(recompute_problems(stage, model.config))
         self.recompute = recompute_of(stage, model.config, self.ranks)
         dtype = torch.bfloat16 if stage.dtype == "bfloat16" else model.dtype
         self.model = self.ranks.shard(model, dtype, trainable)

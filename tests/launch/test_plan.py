@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import glm5.launch.plan as launch_plan
 from glm5 import ops
 from glm5.config import activations, step_memory
 from glm5.config.activations import Forward
@@ -15,9 +14,11 @@ from glm5.config.arithmetic import size_report
 from glm5.config.load import load_recipe
 from glm5.config.model import GLM5Config
 from glm5.config.recipe import RunRecipe
+from glm5.config.step_time import model_flops
 from glm5.engine import engine
 from glm5.errors import ConfigError, UsageError
-from glm5.launch.plan import load_and_plan, model_flops, plan, table
+from glm5.launch import plan_rl
+from glm5.launch.plan import load_and_plan, plan, table
 from glm5.ops import cross_entropy
 from glm5.optim import newton_schulz
 from glm5.rl import learner
@@ -42,7 +43,8 @@ def test_every_recipe_has_a_plan(path: Path) -> None:
     found = load_and_plan(path, [], GPUS.get(path.name, 1), "h100")
     trained = [stage for stage in load_recipe(path, RunRecipe).stages if stage.kind != "tokenizer"]
     assert [stage["name"] for stage in found["stages"]] == [stage.name for stage in trained]
-    assert found["fits"] and all(0 < s["memory"]["weights"] < s["memory"]["peak"] for s in found["stages"])
+    assert found["fits"] != (path.stem == "glm5-rl")  # it says what is missing to run it
+    assert all(0 < s["memory"]["weights"] < s["memory"]["peak"] for s in found["stages"])
 
 
 @pytest.mark.parametrize(
@@ -148,7 +150,7 @@ def test_bad_arguments(gpus: int, device: str, mfu: float) -> None:
 
 
 def test_constants_are_those_of_the_code() -> None:
-    assert launch_plan.CACHE_BYTES == engine.CACHE_BYTES and launch_plan.ROWS_PER_STEP == learner.ROWS_PER_STEP
+    assert plan_rl.CACHE_BYTES == engine.CACHE_BYTES and plan_rl.ROWS_PER_STEP == learner.ROWS_PER_STEP
     assert activations.LOGIT_ROWS == cross_entropy.CHUNK_ROWS and activations.ROW_TILE == ops.ROW_TILE
     for device, elements in (("cpu", step_memory.ORTHOGONALISED_ON_CPU), ("cuda", step_memory.ORTHOGONALISED)):
         assert newton_schulz.chunk_length(1, 1, torch.device(device)) == elements

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from glm5.config.layout_rules import first, job_problems, model_problems
+from glm5.config.layout_rules import job_problems, model_problems, refuse
 from glm5.config.model import GLM5Config
 from glm5.config.parallel import Layout
 from glm5.errors import ConfigError
@@ -186,7 +186,7 @@ def test_long_rows(job: Any, start: str, length: int) -> None:
 
 def test_layouts_that_do_not_fit() -> None:
     with pytest.raises(ConfigError, match=r"parallel.cp = 4 does not divide the 6 processes"):
-        first(job_problems(Layout(cp=4), 6))
+        refuse(job_problems(Layout(cp=4), 6))
     config = GLM5Config.preset("glm9b", attention_pattern="searched", efficient_attention="gdn")
     with pytest.raises(ConfigError, match=r"parallel.cp = 2 cannot divide a recurrence"):
-        first(model_problems(Layout(cp=2), config))
+        refuse(model_problems(Layout(cp=2), config))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from glm5.config.layout_rules import first, recompute_problems
+from glm5.config.layout_rules import recompute_problems, refuse
 from glm5.config.optim import OptimConfig
 from glm5.config.recipe import GradientStage
 from glm5.data.packing import Batch
@@ -87,7 +87,7 @@ def test_too_few_settings_are_refused(small: Callable[..., Any]) -> None:
     optim = OptimConfig(steps=1, lr=1e-3)
     stage = GradientStage(kind="pretrain", name="pretrain", optim=optim, recompute=(True, False))
     with pytest.raises(ConfigError, match="pretrain: recompute has 2 settings, and the model has"):
-        first(recompute_problems(stage, small(seed=2).config))
+        refuse(recompute_problems(stage, small(seed=2).config))
 
 
 class Operators(TorchDispatchMode):
