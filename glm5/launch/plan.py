@@ -99,8 +99,9 @@ def _stage(
     modes = setting.forward.recompute if isinstance(setting.forward.recompute, tuple) else (setting.forward.recompute,)
     again = 1 + modes.count(True) / len(modes) / 3
     speed = gpus * mfu * rate / (flops * again) * (1 - bubble_of(RankStep(config, setting)))
-    rolls = isinstance(stage, PolicyStage)
-    splits = rolls and gpus > 1
+    split: Report | None = None
+    if isinstance(stage, PolicyStage) and gpus > 1:
+        split = rl_split(stage, config, layout, gpus, device, mfu, recipe.launch)
     return {
         "name": stage.name,
         "kind": stage.kind,
@@ -111,8 +112,9 @@ def _stage(
         "exchanged_bytes_per_step": _exchanged(config, setting),
         "flops_per_token": round(flops),
         "tokens_per_second": speed,
-        "rl": rl_split(stage, config, layout, gpus, device, mfu, recipe.launch) if splits else None,
-        "seconds": None if rolls else stage.optim.steps * tokens / speed,  # rollouts take most of RL's time
+        "rl": split,
+        # Rollouts take most of RL's time.
+        "seconds": None if isinstance(stage, PolicyStage) else stage.optim.steps * tokens / speed,
     }
 
 
