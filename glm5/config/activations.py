@@ -65,7 +65,7 @@ def kept_by_layers(config: GLM5Config, step: Forward) -> list[int]:
     """Bytes kept by every layer of the trunk, then by every depth of MTP, with the layer's own input."""
     _supported(config)
     layers = [_layer(config, step, layer) for layer in range(config.num_hidden_layers)]
-    return layers + [_mtp_depth(config, step)] * step.depths
+    return layers + ([_mtp_depth(config, step)] * step.depths if step.depths else [])
 
 
 def kept_by_heads(config: GLM5Config, step: Forward) -> int:

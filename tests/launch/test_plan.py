@@ -83,6 +83,18 @@ def test_more_memory_fits_more() -> None:
     assert large["stages"][0]["tokens_per_second"] > 2 * small["stages"][0]["tokens_per_second"]
 
 
+def test_automatic_recomputation_is_part_of_the_plan() -> None:
+    """It fills the memory that there is, and is faster than recomputing everything."""
+    path, plans = RECIPES / "one-gpu.toml", []
+    for how in ("true", "auto"):
+        changes = [f"stages.pretrain.recompute={how}", "stages.pretrain.micro_rows=16", "parallel.memory=44GB"]
+        plans.append(load_and_plan(path, changes, 1, "h100"))
+    (whole, planned), text = (found["stages"][0] for found in plans), table(plans[1])
+    assert plans[1]["device_bytes"] == 44e9 and whole["recompute"] is True and len(set(planned["recompute"])) > 1
+    assert whole["memory"]["peak"] < planned["memory"]["peak"] <= 0.9 * 44e9 and not planned["problems"]
+    assert planned["tokens_per_second"] > whole["tokens_per_second"] and "  keeps: " in text
+
+
 def test_context_parallel_processes_divide_tokens() -> None:
     """Activations shrink with `cp`, less than by its number: keys of all tokens are kept."""
     changes = ["stages.pretrain.rows=8", "stages.pretrain.micro_rows=1", "stages.pretrain.recompute=false"]
