@@ -10,7 +10,7 @@ from glm5.config.arithmetic import attention_flops, size_report
 from glm5.config.devices import Device
 from glm5.config.model import GLM5Config
 from glm5.config.parameters import ENDS, parameters
-from glm5.config.pipeline_schedule import make_schedule, repeating, simulate
+from glm5.config.pipeline_schedule import make_schedule, simulate
 from glm5.config.step_memory import RankStep
 from glm5.config.traffic import Traffic, step_traffic
 
@@ -107,11 +107,11 @@ def bubble(pp: int, stages_per_rank: int, parts: int, deferred: int = 0, again: 
     backward repeats. Without deferred weight gradients, whole rounds have a formula."""
     if not deferred and (stages_per_rank == 1 or parts % pp == 0):
         return (pp - 1) / (parts * stages_per_rank + pp - 1)
-    few = repeating(pp, parts, deferred)
+    few = min(parts, (1 - -deferred // pp) * pp + parts % pp)  # further rounds add no waits
     cost = {"F": 1.0, "B": 2.0 + again, "I": 1.0 + again, "W": 1.0, "R": 0.0}
     times = simulate(make_schedule(pp, stages_per_rank, few, deferred), lambda action: cost[action.kind])
     each = stages_per_rank * (3.0 + again)
-    idle = max(plan[-1][1] for plan in times) - few * each  # the rounds that are left out have no wait
+    idle = max(plan[-1][1] for plan in times) - few * each
     return idle / (idle + parts * each)
 
 
