@@ -147,6 +147,8 @@ def engines_of(
     item, found, starts = _item(stage), list[EngineRates](), not (launch and launch.engine_urls)
     weights = sum(p.size for p in parameters(config)) * item
     device = replace(device, flops=device.flops_fp32 if item == WIDE else device.flops)
+    if config.use_dsa and not config.selects_keys:  # attention is dense until the indexers have learned
+        config = config.replace(use_dsa=False)
     for devices in range(1, most + 1):
         if any(tp_problems(config, devices)) or (starts and found):
             continue
@@ -212,8 +214,13 @@ def rl_split(
     if not found:
         return {"problem": f"no number of learners below {gpus} suits parallel.ep = {layout.ep}."}
     best = min(found, key=lambda split: split[:-1])
-    engine = best.engine
     needed = _learner_bytes(stage, config, layout, best.learners) + others
+    problem = f"does not fit: a learner needs {needed / 1e9:,.1f} GB." if best.too_large else ""
+    return {**_report(stage, best, flying, mfu), "learner_tokens_per_second": rate, "problem": problem}
+
+
+def _report(stage: PolicyStage, best: _Split, flying: int, mfu: float) -> Report:
+    engine, samples = best.engine, stage.prompts * stage.group
     # Of engines that learners wait for, a token is as old as its rollout is long; others run ahead as far as they may.
     waiting = best.seconds > best.learning
     old = ceil(best.rollout / best.seconds) + stage.push_every - 1 if waiting else stage.max_staleness
@@ -226,7 +233,6 @@ def rl_split(
             "mfu": mfu,
             "environment_seconds": 0,
         },
-        "learner_tokens_per_second": rate,
         "engine_devices": engine.devices,
         "engine_tokens_per_second": engine.sampled * engine.rollouts_per_second(best.batch),
         "rollouts_per_engine": best.batch,
@@ -239,7 +245,6 @@ def rl_split(
         "rollout_seconds": best.rollout,
         "staleness": min(old, stage.max_staleness),
         "most_staleness": stage.max_staleness,
-        "problem": f"does not fit: a learner needs {needed / 1e9:,.1f} GB." if best.too_large else "",
     }
 
 
