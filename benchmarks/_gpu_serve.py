@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from _gpu_clock import Clock, spread
 
+from glm5.config.decoding import step_bytes
 from glm5.config.model import GLM5Config
 from glm5.engine.engine import Engine
 from glm5.engine.kv_pool import PAGE, token_bytes
 from glm5.engine.scoring import score_row
-from glm5.launch.plan_serve import step_bytes, weight_bytes
+from glm5.launch.plan_serve import weight_bytes
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.records import SamplingParams
 

@@ -17,9 +17,9 @@ from glm5.config.activations import Forward
 from glm5.config.model import GLM5Config
 from glm5.config.recipe import PretrainStage
 from glm5.config.step_memory import Setting, step_memory
+from glm5.config.step_time import model_flops
 from glm5.data.packing import Batch
 from glm5.device import Fetch
-from glm5.launch.plan import model_flops
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.obs.metrics import NullMetrics
 from glm5.parallel.ranks import Ranks

@@ -370,9 +370,10 @@ def precisions(told: dict[str, str], repeats: int) -> dict[str, Any]:
     import torch
     from _timing import ratio, spread
 
+    from glm5.config.decoding import step_bytes
     from glm5.config.model import GLM5Config
     from glm5.engine.kv_pool import token_bytes
-    from glm5.launch.plan_serve import step_bytes, weight_bytes
+    from glm5.launch.plan_serve import weight_bytes
 
     schemes = {"int8": "w8a8", "int4": "w4a8-channel" if "preset" in told else "w4a8"}  # groups of 128 need 128 columns
     plain = {"plain": told, **{name: told | {"quantize": scheme} for name, scheme in schemes.items()}}

@@ -66,6 +66,24 @@ def choose_device(name: str = AUTO, number: int | None = None) -> torch.device:
     return device if index is None else torch.device(device.type, index)
 
 
+def memory_of(device: torch.device) -> int:
+    """Bytes of a device's memory; of the CPU, this machine's. Raises ConfigError if nobody knows."""
+    module = None if device.type == "cpu" else _back_end(device)
+    try:
+        if device.type == "cpu":
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return int(module.mem_get_info(device)[1])  # type: ignore[union-attr]
+    except (AttributeError, OSError, RuntimeError, ValueError):
+        raise ConfigError(f"The memory of {device} is not known; set parallel.memory.") from None
+
+
+def name_of(device: torch.device) -> str:
+    """What the maker calls a device, or its type."""
+    module = None if device.type == "cpu" else _back_end(device)
+    get = getattr(module, "get_device_name", None)
+    return device.type if get is None else str(get(device))
+
+
 def make_current(device: torch.device) -> None:
     """Make a device with a number the current one of this process. What names no device, such as page-locked memory,
     would use the first one, and every process would take some hundred megabytes there."""

@@ -41,7 +41,8 @@ def recipe(
     overrides: Overrides = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
-    """Predict whether a recipe's stages fit into the memory of a job, and how long they take; needs no GPU."""
+    """Predict whether a recipe's stages fit into the memory of a job, how long they take, and which devices of an RL
+    stage should learn and which sample; needs no GPU."""
     from glm5.launch.layout_report import layout_table
     from glm5.launch.plan import load_and_plan, recipe_layouts, table
 

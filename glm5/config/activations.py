@@ -61,21 +61,11 @@ def mode_of(step: Forward, layer: int) -> Recompute:
     return step.recompute[layer] if isinstance(step.recompute, tuple) else step.recompute
 
 
-def check_recompute(config: GLM5Config, recompute: object, name: str) -> None:
-    """Raises ConfigError if a list of settings does not have one for each layer."""
-    layers = config.num_hidden_layers + config.num_nextn_predict_layers
-    if isinstance(recompute, tuple) and len(recompute) != layers:
-        raise ConfigError(
-            f"{name}: recompute has {len(recompute)} settings, and the model has {layers} layers (the MTP layer is the "
-            "last); give one for each, or one for all."
-        )
-
-
 def kept_by_layers(config: GLM5Config, step: Forward) -> list[int]:
     """Bytes kept by every layer of the trunk, then by every depth of MTP, with the layer's own input."""
     _supported(config)
     layers = [_layer(config, step, layer) for layer in range(config.num_hidden_layers)]
-    return layers + [_mtp_depth(config, step)] * step.depths
+    return layers + ([_mtp_depth(config, step)] * step.depths if step.depths else [])
 
 
 def kept_by_heads(config: GLM5Config, step: Forward) -> int:
@@ -270,16 +260,16 @@ def _feed_forward(config: GLM5Config, step: Forward, dense: bool) -> float:
             return (2 * c.intermediate_size + c.hidden_size) * item
         routed = c.num_experts_per_tok * (2 * c.moe_intermediate_size + c.hidden_size)
         shared = 2 * c.n_shared_experts * c.moe_intermediate_size + c.hidden_size
-        return (routed * _padding(c, step) + shared) * item + _routing(c, step, widened=False)
+        return (routed * padding(c, step) + shared) * item + _routing(c, step, widened=False)
     before = 2 * c.hidden_size * item + WIDE
     if dense:
         return before + 3 * c.intermediate_size * item
     routed = c.num_experts_per_tok * (2 * c.hidden_size + 3 * c.moe_intermediate_size)
     shared = 3 * c.n_shared_experts * c.moe_intermediate_size
-    return before + (routed * _padding(c, step) + shared) * item + _routing(c, step)
+    return before + (routed * padding(c, step) + shared) * item + _routing(c, step)
 
 
-def _padding(config: GLM5Config, step: Forward) -> float:
+def padding(config: GLM5Config, step: Forward) -> float:
     """Rows of the experts' buffers over choices."""
     if not step.cpu:
         return 1

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from glm5.errors import UsageError, nearest
 
 GB = 1e9
+RESERVED = 0.1
+"""Share of a device's memory that is assumed to go to the driver, communication libraries and fragmentation."""
+PRODUCTS = 0.4
+"""Share of the peak rate that matrix products are assumed to reach; nothing was measured."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,11 @@ class Device:
     host: float = 64e9
     node: int = 8
 
+    @property
+    def usable(self) -> float:
+        """Bytes for tensors."""
+        return self.memory * (1 - RESERVED)
+
 
 DEVICES: Mapping[str, Device] = {
     # NVIDIA's data sheets, SXM modules, without sparsity; nodes as DGX: one card of 200 (A100) or 400 Gb/s per GPU.
@@ -43,6 +52,17 @@ DEVICES: Mapping[str, Device] = {
     "ascend-910b": Device(64 * GB, 376e12, 94e12, 1.6e12, within=196e9, between=25e9, node=768),
     "ascend-910c": Device(128 * GB, 752e12, 188e12, 3.2e12, within=392e9, between=50e9, node=384),
 }
+
+
+HOST = Device(16 * GB, 1e11, 1e11, 2e10)
+"""Some CPU. Only the ratio of its rates counts: what costs more to compute again."""
+
+
+def similar_device(name: str, memory: float) -> Device:
+    """The device of the table whose name is in `name`, as torch gives it, else the H100, with this memory."""
+    words = name.lower().replace("ascend", "ascend-")
+    found = next((device for key, device in DEVICES.items() if key in words), DEVICES["h100"])
+    return replace(HOST if words == "cpu" else found, memory=memory)
 
 
 def device_named(name: str) -> Device:

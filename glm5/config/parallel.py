@@ -11,6 +11,9 @@ from glm5.config.schema import Frozen
 DEVICE_PATTERN = r"^[a-z]+(:\d{1,4})?$"
 DEVICES_PATTERN = r"^[a-z]+(:\d{1,4})?(, ?[a-z]+(:\d{1,4})?)*$"
 
+MEMORY_PATTERN = r"^\d{1,7}(\.\d{1,3})? ?[KMG]i?B$"
+_UNITS = {"K": 1, "M": 2, "G": 3}
+
 
 class Layout(Frozen):
     """Every process computes different rows (data parallel) and holds a shard of every parameter. `ep` neighbouring
@@ -47,6 +50,9 @@ class Layout(Frozen):
     """Device of training, rollouts and evaluation: "auto" (CUDA, then another accelerator, then the CPU), "cpu", or a
     device's name in torch such as "cuda:1". Several processes communicate by the device's own library (NCCL for CUDA),
     on CPUs by gloo."""
+    memory: str | None = Field(None, pattern=MEMORY_PATTERN)
+    """Memory of a process's device, such as "70GiB" or "64GB", if it may not have all of it: for `recompute = "auto"`
+    and for `glm5 plan`. A tenth is kept free."""
     reduce_once: bool = True
     """Sum gradients over the processes once per step, after its last micro-batch, instead of after each. Between
     micro-batches every process then keeps the gradients of all its experts and of everything else whole, in fp32: 4
@@ -59,3 +65,11 @@ class Layout(Frozen):
     """A process that waits longer than this for another within a step ends with an error, and so does the job."""
     patience_seconds: float = Field(86_400.0, gt=0)
     """The same for waits while rank 0 alone trains a tokenizer, evaluates or writes."""
+
+    @property
+    def memory_bytes(self) -> float | None:
+        """`memory` in bytes."""
+        if self.memory is None:
+            return None
+        unit = self.memory.lstrip("0123456789. ")
+        return float(self.memory.removesuffix(unit)) * (1024 if "i" in unit else 1000) ** _UNITS[unit[0]]

@@ -4,32 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from glm5.config.activations import INDEX, WIDE, again_bytes, gradient_bytes, kept_by_heads, logits_bytes
+from glm5.config.deferred_bytes import deferred_bytes
 from glm5.config.pipeline import Span
-from glm5.config.pipeline_schedule import forward_and_backward
+from glm5.config.pipeline_schedule import rank_actions, repeating
 
 if TYPE_CHECKING:
     from glm5.config.step_memory import RankStep
 
 
+class Flying(NamedTuple):
+    """Micro-batches of each stage of a rank: between forward and backward, and those whose weight gradients wait."""
+
+    active: tuple[int, ...]
+    waiting: tuple[int, ...]
+
+
 @lru_cache(maxsize=1024)
-def in_flight(pp: int, stages_per_rank: int, rank: int, parts: int) -> frozenset[tuple[int, ...]]:
-    """What is ever alive on a rank (`make_schedule`): the number of micro-batches between forward and backward of each
-    of its stages."""
-    parts = min(parts, 4 * pp + parts % pp)  # all later rounds repeat the third one
-    counts = [0] * stages_per_rank
+def in_flight(pp: int, stages_per_rank: int, rank: int, parts: int, deferred: int = 0) -> frozenset[Flying]:
+    """What is ever alive on a rank (`make_schedule`)."""
+    active, waiting = [0] * stages_per_rank, [0] * stages_per_rank
     found = set()
-    for action in forward_and_backward(pp, stages_per_rank, parts, rank):
-        counts[action.stage // pp] += 1 if action.kind == "F" else -1
-        found.add(tuple(counts))
+    for action in rank_actions(pp, stages_per_rank, repeating(pp, parts, deferred), rank, deferred):
+        stage = action.stage // pp
+        active[stage] += {"F": 1, "B": -1, "I": -1}.get(action.kind, 0)
+        waiting[stage] += {"I": 1, "W": -1}.get(action.kind, 0)
+        found.add(Flying(tuple(active), tuple(waiting)))
     return frozenset(found)
-
-
-def gradient_sums(pp: int, stages_per_rank: int, parts: int) -> int:
-    """How often a step sums the gradients of each stage over its processes: once per run of its micro-batches."""
-    return 1 if stages_per_rank == 1 else -(-parts // pp)
 
 
 def sent_states(span: Span, depths: int) -> int:
@@ -69,11 +72,19 @@ def state_bytes(step: RankStep) -> list[int]:
     return [one * (sent_states(x, forward.depths) + received_states(x, forward.depths)) for x in step.spans]
 
 
-def most_in_flight(step: RankStep) -> tuple[int, ...]:
-    """For each stage of a process, the micro-batches in flight when they keep the most bytes together."""
+def waiting_bytes(step: RankStep) -> list[int]:
+    """Bytes of a micro-batch that a stage of a process keeps from backward until its weight gradients are computed."""
+    last, depths = step.config.num_hidden_layers, step.forward.depths
+    layers = [[*span.layers, *[last] * (depths if span.mtp else 0)] for span in step.spans]
+    return [sum(deferred_bytes(step.config, step.forward, n, step.setting.trains) for n in own) for own in layers]
+
+
+def most_in_flight(step: RankStep) -> Flying:
+    """The micro-batches of a process when they keep the most bytes together."""
     s, sizes = step.setting, [sum(pair) for pair in zip(stored_bytes(step), state_bytes(step))]
-    found = in_flight(s.pp, s.stages_per_rank, step.rank, s.parts)
-    return max(sorted(found), key=lambda counts: sum(n * size for n, size in zip(counts, sizes)))
+    found = in_flight(s.pp, s.stages_per_rank, step.rank, s.parts, s.deferred)
+    sizes += waiting_bytes(step) if s.deferred else [0] * len(sizes)
+    return max(sorted(found), key=lambda one: sum(n * size for n, size in zip((*one.active, *one.waiting), sizes)))
 
 
 def pipeline_moments(step: RankStep, fixed: dict[str, int]) -> Iterator[tuple[str, str, dict[str, int]]]:
@@ -85,9 +96,12 @@ def pipeline_moments(step: RankStep, fixed: dict[str, int]) -> Iterator[tuple[st
     buffers = 2 if s.stages_per_rank > 1 else 1
     alive["gradients"] = step.gradient
     alive["gradients: buffers of whole stages"] = buffers * largest * WIDE
-    for span, stored, states, count in zip(spans, stored_bytes(step), state_bytes(step), most_in_flight(step)):
+    most = most_in_flight(step)
+    for span, stored, states, count in zip(spans, stored_bytes(step), state_bytes(step), most.active):
         alive[f"activations: stage {span.stage}, {count} in flight"] = count * stored
         alive[f"communication: hidden states of stage {span.stage}"] = count * states
+    for span, waiting, count in zip(spans, waiting_bytes(step), most.waiting) if s.deferred else ():
+        alive[f"activations: stage {span.stage}, {count} with weight gradients to come"] = count * waiting
     if any(span.head for span in spans) and not frozen:
         yield "loss", "output head", {**alive, "logits": logits_bytes(c, forward)}
     for layer in dict.fromkeys(layer for _, layer, _ in step.kept):

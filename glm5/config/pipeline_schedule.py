@@ -17,7 +17,9 @@ their number cannot follow the batch (MTP depths), and a stage's gradients are s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 
@@ -37,8 +39,30 @@ Schedule = tuple[tuple[Action, ...], ...]
 def make_schedule(pp: int, chunks: int, micros: int, deferred: int = 0) -> Schedule:
     """Interleaved 1F1B of `micros` micro-batches on `pp` ranks with `chunks` stages each; stage s is on rank s % pp. At
     most `deferred` micro-batches of a rank wait for their weight gradients."""
-    plans = [forward_and_backward(pp, chunks, micros, rank) for rank in range(pp)]
-    return tuple(tuple(_with_sums(_deferred(plan, deferred) if deferred else plan)) for plan in plans)
+    return tuple(tuple(_with_sums(rank_actions(pp, chunks, micros, rank, deferred))) for rank in range(pp))
+
+
+def rank_actions(pp: int, chunks: int, micros: int, rank: int, deferred: int = 0) -> list[Action]:
+    """What one rank does, without sums of gradients."""
+    plan = forward_and_backward(pp, chunks, micros, rank)
+    return _deferred(plan, deferred) if deferred else plan
+
+
+def repeating(pp: int, micros: int, deferred: int) -> int:
+    """The fewest micro-batches, at most `micros`, whose schedule has all that happens in the one of `micros`. Rounds
+    repeat the third one, or the first one in which as many wait as may."""
+    return min(micros, (4 - -deferred // pp) * pp + micros % pp)
+
+
+@lru_cache(maxsize=4096)
+def sums_of_stages(pp: int, chunks: int, micros: int, rank: int, deferred: int = 0) -> dict[int, int]:
+    """How often a step sums the gradients of each stage of a rank over the processes that share it."""
+    few = repeating(pp, micros, deferred)
+    if few < micros:
+        one, other = (sums_of_stages(pp, chunks, few + more, rank, deferred) for more in (0, -pp))
+        return {stage: count + (count - other[stage]) * ((micros - few) // pp) for stage, count in one.items()}
+    actions = _with_sums(rank_actions(pp, chunks, micros, rank, deferred))
+    return Counter(action.stage for action in actions if action.kind == "R")
 
 
 def forward_and_backward(pp: int, chunks: int, micros: int, rank: int) -> list[Action]:

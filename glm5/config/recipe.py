@@ -64,10 +64,11 @@ class GradientStage(Stage):
     """Dtype of forward and backward; weights, gradients and optimizer state are fp32 either way."""
     tf32: bool = True
     """With dtype "float32", a GPU's matrix products may round their inputs to TF32 (10 bits of mantissa)."""
-    recompute: Literal[True, False, "selective"] | tuple[Literal[True, False, "selective"], ...] = False
+    recompute: Literal[True, False, "selective", "auto"] | tuple[Literal[True, False, "selective"], ...] = False
     """Keep only every layer's input and recompute the layer in the backward pass: less memory, more time. "selective"
     also keeps the results of matrix products, attention and selections, and recomputes the rest, which is cheap. A list
-    has a setting for each layer, the MTP layer's last; `glm5 plan RECIPE --layouts 1` proposes one."""
+    has a setting for each layer, the MTP layer's last. "auto" makes that list when the stage begins, for the device's
+    memory or `parallel.memory`: as little is recomputed as the predicted memory of the process allows."""
     compile: bool = False
     """Compile the layers with `torch.compile`: one graph per kind of layer (dense, MoE, MTP), made in the first step,
     which may take minutes. Without a working compiler the layers run as they are, with a warning."""

@@ -38,6 +38,8 @@ class Setting:
     pp: int = 1
     stages_per_rank: int = 1
     pp_layers: tuple[int, ...] = ()
+    deferred: int = 0
+    """Micro-batches whose weight gradients may wait (`Layout.pp_deferred`)."""
     optimizer: str = "muon"
     ns_item: int = 4
     reduce_once: bool = True

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
-from glm5.config.activations import WIDE, mode_of
-from glm5.config.arithmetic import attention_flops
+from glm5.config.activations import WIDE, Forward, mode_of
+from glm5.config.arithmetic import attention_flops, size_report
 from glm5.config.devices import Device
 from glm5.config.model import GLM5Config
 from glm5.config.parameters import ENDS, parameters
+from glm5.config.pipeline_schedule import make_schedule, simulate
 from glm5.config.step_memory import RankStep
 from glm5.config.traffic import Traffic, step_traffic
 
@@ -40,6 +42,26 @@ def layer_flops(config: GLM5Config, length: int, layer: int, sparse: bool) -> fl
             weights += p.size * (c.num_experts_per_tok / c.n_routed_experts if p.expert else 1)
     seen = c if sparse or not c.use_dsa else c.replace(use_dsa=False)
     return 2 * weights + attention_flops(seen, length // 2, absorbed=sparse) / c.num_hidden_layers
+
+
+def model_flops(config: GLM5Config, forward: Forward) -> float:
+    """Model FLOPs of forward and backward per token: 3 x (2 x active parameters + attention) with every MTP depth (see
+    `size_report`). Computing something again does not count."""
+    dense = config.replace(use_dsa=False) if config.use_dsa and forward.attention != "sparse" else config
+    if forward.all_keys and config.use_dsa:
+        dense = config.replace(use_dsa=False)
+    report = size_report(dense, forward.length)
+    flops = float(report["train_flops_per_token"])
+    if forward.attention == "warmup":  # the indexers learn, all else only goes forward
+        return flops / 3 + 3 * 2 * sum(p.size for p in parameters(config) if p.indexer)
+    if forward.depths:
+        parts = report["components"]
+        active = config.num_experts_per_tok + config.n_shared_experts
+        layer = parts["attention"] + parts["indexer"] + parts["router"] + active * parts["expert"]
+        layer += parts["mtp_extra"] + parts["embedding"]
+        attention = attention_flops(dense, forward.length // 2, absorbed=False) / config.num_hidden_layers
+        flops += forward.depths * 3 * (2 * layer + attention)
+    return flops
 
 
 @dataclass(frozen=True)
@@ -79,6 +101,22 @@ def step_time(step: RankStep, speed: Speed, traffic: list[Traffic] | None = None
     return StepTime(computing, seconds[False], seconds[True])
 
 
-def bubble(pp: int, stages_per_rank: int, parts: int) -> float:
-    """Idle share of a step if all stages cost the same."""
-    return (pp - 1) / (parts * stages_per_rank + pp - 1)
+@lru_cache(maxsize=1024)
+def bubble(pp: int, stages_per_rank: int, parts: int, deferred: int = 0, again: float = 0.0) -> float:
+    """Idle share of a step if all stages cost the same, by the schedule; `again`: the share of a forward pass that
+    backward repeats. Without deferred weight gradients, whole rounds have a formula."""
+    if not deferred and (stages_per_rank == 1 or parts % pp == 0):
+        return (pp - 1) / (parts * stages_per_rank + pp - 1)
+    few = min(parts, (1 - -deferred // pp) * pp + parts % pp)  # further rounds add no waits
+    cost = {"F": 1.0, "B": 2.0 + again, "I": 1.0 + again, "W": 1.0, "R": 0.0}
+    times = simulate(make_schedule(pp, stages_per_rank, few, deferred), lambda action: cost[action.kind])
+    each = stages_per_rank * (3.0 + again)
+    idle = max(plan[-1][1] for plan in times) - few * each
+    return idle / (idle + parts * each)
+
+
+def bubble_of(step: RankStep) -> float:
+    """`bubble` for a process's setting and what its layers recompute."""
+    s, modes = step.setting, [mode_of(step.forward, layer) is True for _, layer, _ in step.kept]
+    again = round(2 * sum(modes) / max(1, len(modes))) / 2
+    return bubble(s.pp, s.stages_per_rank, s.parts, s.deferred, again)

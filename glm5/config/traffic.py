@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from glm5.config.activations import WIDE, exchanged_bytes, mode_of
 from glm5.config.devices import Device
 from glm5.config.parameters import Sizes
-from glm5.config.pipeline_memory import gradient_sums, received_states, transferred
+from glm5.config.pipeline_memory import received_states, transferred
+from glm5.config.pipeline_schedule import sums_of_stages
 from glm5.config.step_memory import RankStep
 
 
@@ -102,10 +103,10 @@ def _pipeline(step: RankStep) -> Iterator[Traffic]:
     s, gathered, summed = step.setting, _Sum(), _Sum()
     for size in step.stage_sizes(step.spans):
         gathered.add(size)
-    times = gradient_sums(s.pp, s.stages_per_rank, s.parts)
+    times = sums_of_stages(s.pp, s.stages_per_rank, s.parts, step.rank, s.deferred)
     for span in step.spans:
         for size in step.stage_sizes([span]):
-            summed.add_learned(size, times)
+            summed.add_learned(size, times[span.stage])
     yield from _parts(step, gathered, "all-gather", "weights", step.forward.item)
     yield from _parts(step, summed, "reduce-scatter", "gradients", WIDE)
     forward = sum(transferred(step, span) for span in step.spans)

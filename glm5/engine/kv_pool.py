@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from glm5.config.decoding import bytes_per_token, caching_layers
 from glm5.config.model import GLM5Config
 from glm5.device import host_memory
 from glm5.errors import EngineError
@@ -154,10 +155,8 @@ class KVPool:
 
 def token_bytes(config: GLM5Config, dtype: torch.dtype, packed: bool = False) -> int:
     """Cache bytes per token over all layers, the MTP layer included; `packed`: see `LatentCache`."""
-    layers = config.num_hidden_layers + config.num_nextn_predict_layers
-    keeping = sum(not config.is_recurrent(layer) for layer in range(layers))
-    latent, key = config.cache_values_per_token, config.index_head_dim if config.use_dsa else 0
-    if packed:
-        rank = config.kv_lora_rank
-        return keeping * (packed_width(rank, latent - rank, dtype) + packed_width(key, 0, dtype))
-    return max(1, keeping * (latent + key) * dtype.itemsize)
+    if not packed:
+        return max(1, bytes_per_token(config, dtype.itemsize))
+    rank, key = config.kv_lora_rank, config.index_head_dim if config.use_dsa else 0
+    width = packed_width(rank, config.cache_values_per_token - rank, dtype) + packed_width(key, 0, dtype)
+    return caching_layers(config) * width

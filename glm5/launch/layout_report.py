@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from glm5.config.devices import Device
+from glm5.config.devices import PRODUCTS, RESERVED, Device
+from glm5.config.keep_plan import keeps_text, with_keeps
 from glm5.config.model import GLM5Config
 from glm5.config.parameters import ENDS, learns, parameters
+from glm5.config.recipe import GradientStage
 from glm5.config.step_memory import RankStep, Setting
 from glm5.config.step_time import OVERLAPPED
-from glm5.launch.layouts import PRODUCTS, RESERVED, Candidate, Found, Plan, search, setting_of, with_keeps
+from glm5.launch.layouts import (
+    Candidate,
+    Found,
+    Plan,
+    base_setting,
+    search,
+    setting_of,
+)
 
 Report = dict[str, Any]
 
@@ -23,16 +32,15 @@ ASSUMED = (
 
 def plan_layouts(
     config: GLM5Config,
-    base: Setting,
+    stage: GradientStage,
     gpus: int,
-    rows: int,
     device: Device,
     mfu: float = PRODUCTS,
     price: float | None = None,
     wanted: int = 3,
 ) -> Report:
     """The report of `search`. `price`: of one device and hour."""
-    found = search(config, base, gpus, rows, device, mfu, wanted=wanted)
+    found, rows, base = search(config, stage, gpus, device, mfu, wanted), stage.rows, base_setting(config, stage, gpus)
     return {
         "gpus": gpus,
         "rows": rows,
@@ -141,7 +149,7 @@ def layout_table(report: Report, assumed: bool = True) -> str:
             f"{entry['peak_bytes'] / 1e9:>9,.1f}{entry['bubble']:>8.1%}{entry['computing']:>9,.1f}"
             f"{entry['waiting']:>9,.1f}{entry['hidden']:>8,.1f}"
         )
-        lines.append(f"  keeps: {keeps_text(entry['keeps'])}")
+        lines.append(f"  keeps: {keeps_text([(one['recompute'], one['offload']) for one in entry['keeps']])}")
         if "cost_per_million_tokens" in entry:
             lines.append(f"  cost: {entry['cost_per_million_tokens']:,.2f} per million tokens")
     if not report["best"]:
@@ -168,19 +176,6 @@ def _largest(entry: Report) -> list[str]:
         f"{t['what']} {t['bytes'] / 1e9:,.0f} GB {t['link']}, {t['seconds']:,.1f} s" for t in entry["traffic"]
     )
     return [f"The first, GB at its peak ({entry['peak_at']}): {memory}.", f"Its transfers per step: {traffic}."]
-
-
-def keeps_text(keeps: list[Report]) -> str:
-    """Runs of layers with the same choice: "all of layers 0-2, inputs of layers 3-78 in host memory"."""
-    words = {False: "all", "selective": "products and attention", True: "inputs"}
-    runs: list[tuple[int, int, str]] = []
-    for one in keeps:
-        text = f"{words[one['recompute']]} of layers {{}}" + (" in host memory" if one["offload"] else "")
-        if runs and runs[-1][2] == text:
-            runs[-1] = runs[-1][0], one["layer"], text
-        else:
-            runs.append((one["layer"], one["layer"], text))
-    return ", ".join(text.format(first if first == last else f"{first}-{last}") for first, last, text in runs)
 
 
 __all__ = ["Candidate", "layout_table", "plan_layouts", "tensors"]

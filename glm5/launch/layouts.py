@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
-from glm5.config.activations import exchanged_bytes
-from glm5.config.devices import Device
-from glm5.config.keep_plan import Choice, choose, kept_by_mode, layer_choices
+from glm5.config.devices import PRODUCTS, Device
+from glm5.config.keep_plan import fit, with_keeps
+from glm5.config.layout_rules import job_problems, node_of, stage_problems, training_problems
 from glm5.config.model import GLM5Config
-from glm5.config.pipeline_memory import most_in_flight
+from glm5.config.parallel import Layout
+from glm5.config.recipe import GradientStage
 from glm5.config.step_memory import Moment, RankStep, Setting
-from glm5.config.step_time import Speed, StepTime, bubble, speed_of, step_time
+from glm5.config.step_setting import gradient_setting
+from glm5.config.step_time import Speed, StepTime, bubble_of, speed_of, step_time
 from glm5.config.traffic import Traffic, step_traffic
 from glm5.errors import ConfigError
 
-RESERVED = 0.1
-"""Share of a device's memory that is assumed to go to the driver, communication libraries and fragmentation."""
-PRODUCTS = 0.4
-"""Share of the peak rate that products are assumed to reach; nothing was measured."""
 STAGES = (1, 2, 4)
 """Stages per process that are tried."""
+DEFERRED = (0, 1)
+"""Values of `pp_deferred` that are tried: if stages cost the same, the second micro-batch that waits fills no more
+time."""
 LEAST_TOKENS = 256
 """Tokens of a row that a process has at least, with context parallelism."""
 
@@ -38,12 +40,22 @@ class Candidate:
     micro_rows: int
     parts: int
     reduce_once: bool
+    deferred: int = 0
+
+    @property
+    def layout(self) -> Layout:
+        """As a recipe has it."""
+        sizes = {"pp": self.pp, "pp_stages_per_rank": self.stages_per_rank, "cp": self.cp, "ep": self.ep}
+        return Layout(**sizes, pp_deferred=self.deferred, reduce_once=self.reduce_once)
 
     @property
     def name(self) -> str:
         interleaved = f"x{self.stages_per_rank}" if self.stages_per_rank > 1 else ""
         once = "" if self.pp > 1 or self.parts == 1 or not self.reduce_once else " reduce_once"
-        return f"pp {self.pp}{interleaved} dp {self.dp} cp {self.cp} ep {self.ep} rows {self.micro_rows}{once}"
+        deferred = f" deferred {self.deferred}" if self.deferred else ""
+        return (
+            f"pp {self.pp}{interleaved}{deferred} dp {self.dp} cp {self.cp} ep {self.ep} rows {self.micro_rows}{once}"
+        )
 
 
 @dataclass(frozen=True)
@@ -63,28 +75,34 @@ class Plan:
     problem: str = ""
 
 
-def candidates(config: GLM5Config, gpus: int, rows: int, length: int) -> Iterator[Candidate]:
-    """The layouts of a step of `rows` rows that are compared."""
-    stages = config.num_hidden_layers + config.num_nextn_predict_layers + 1
+def legal_layouts(config: GLM5Config, stage: GradientStage, gpus: int, node: int) -> Iterator[Layout]:
+    """The layouts in which a job of `gpus` processes, `node` on each machine, trains this stage."""
+    stage = stage.model_copy(update={"recompute": False})  # planned for each layout
     for pp in _divisors(gpus):
-        ranks = gpus // pp
         for per_rank in STAGES if pp > 1 else (1,):
-            if pp * per_rank > stages:
+            for cp in _divisors(gpus // pp):
+                for ep in _divisors(gpus // pp):
+                    layout = Layout(pp=pp, pp_stages_per_rank=per_rank, cp=cp, ep=ep)
+                    problems = job_problems(layout, gpus, node), stage_problems(stage, layout, gpus, None)
+                    if not any(chain(*problems, training_problems(stage, config, layout))):
+                        yield layout
+
+
+def candidates(config: GLM5Config, stage: GradientStage, gpus: int, node: int) -> Iterator[Candidate]:
+    """The legal layouts that are compared: those with even shares of rows, enough tokens for each process of a context
+    group, and no fewer micro-batches than pipeline stages, most of which would only wait."""
+    for layout in legal_layouts(config, stage, gpus, node):
+        pp, cp, dp = layout.pp, layout.cp, gpus // layout.pp // layout.cp
+        if stage.rows % dp or (cp > 1 and stage.row_length // cp < LEAST_TOKENS):
+            continue
+        own = stage.rows // dp
+        for micro in _powers(own):
+            parts = own // micro
+            if own % micro or (pp > 1 and parts < pp):
                 continue
-            for cp in _divisors(ranks):
-                dp = ranks // cp
-                if rows % dp or (cp > 1 and length // cp < LEAST_TOKENS):
-                    continue
-                own = rows // dp
-                for micro in _powers(own):
-                    if own % micro or (pp > 1 and own // micro < pp):
-                        continue  # with fewer micro-batches than stages, most of a pipeline only waits
-                    for ep in _divisors(ranks):
-                        if config.n_routed_experts % ep:
-                            continue
-                        parts = own // micro
-                        for once in (True, False) if pp == 1 and parts > 1 and ranks > 1 else (True,):
-                            yield Candidate(pp, per_rank, cp, ep, dp, micro, parts, once)
+            for once in (True, False) if pp == 1 and parts > 1 and gpus > 1 else (True,):
+                for deferred in DEFERRED if pp > 1 else (0,):
+                    yield Candidate(pp, layout.pp_stages_per_rank, cp, layout.ep, dp, micro, parts, once, deferred)
 
 
 def _divisors(number: int) -> list[int]:
@@ -106,20 +124,21 @@ def setting_of(base: Setting, candidate: Candidate, gpus: int) -> Setting:
         pp=candidate.pp,
         stages_per_rank=candidate.stages_per_rank,
         pp_layers=(),
+        deferred=candidate.deferred,
         reduce_once=candidate.reduce_once,
     )
 
 
 def evaluate(config: GLM5Config, base: Setting, candidate: Candidate, gpus: int, speed: Speed) -> Plan:
     """Memory and time of a candidate; what its layers keep is planned for the memory that is left (`keep_plan`)."""
-    usable = speed.device.memory * (1 - RESERVED)
+    usable = speed.device.usable
     setting = setting_of(base, candidate, gpus)
     layers = config.num_hidden_layers + config.num_nextn_predict_layers
     keeps: list[tuple[Any, bool]] = [(True, True)] * layers
     extra: list[float] = []
     worst: tuple[Moment, int] | None = None
     for rank in range(candidate.pp):
-        chosen = _fit(config, setting, rank, usable, speed)
+        chosen = fit(config, setting, rank, usable, speed)
         if isinstance(chosen, Moment):
             return Plan(candidate, chosen, rank, problem=refusal(chosen, usable))
         moment, choices = chosen
@@ -134,73 +153,9 @@ def evaluate(config: GLM5Config, base: Setting, candidate: Candidate, gpus: int,
     traffic = [step_traffic(step) for step in steps]
     times = [step_time(step, speed, moved, more) for step, moved, more in zip(steps, traffic, extra)]
     slowest = max(range(candidate.pp), key=lambda rank: times[rank].seconds)
-    idle = bubble(candidate.pp, candidate.stages_per_rank, candidate.parts)
+    idle = bubble_of(steps[slowest])
     seconds = times[slowest].seconds / (1 - idle)
     return Plan(candidate, *worst, keeps, seconds, idle, times[slowest], tuple(traffic[slowest]))
-
-
-def with_keeps(setting: Setting, keeps: list[tuple[Any, bool]]) -> Setting:
-    forward = replace(setting.forward, recompute=tuple(mode for mode, _ in keeps))
-    return replace(setting, forward=forward, offload=tuple(away for _, away in keeps))
-
-
-def _fit(
-    config: GLM5Config, setting: Setting, rank: int, usable: float, speed: Speed
-) -> Moment | tuple[Moment, dict[int, Choice]]:
-    """The peak of a process and what its layers keep; only the peak if nothing fits."""
-    layers = config.num_hidden_layers + config.num_nextn_predict_layers
-    least = RankStep(config, with_keeps(setting, [(True, True)] * layers), rank)
-    smallest = least.peak()
-    if smallest.bytes > usable:
-        return smallest
-    step = RankStep(config, setting, rank)
-    kept, flying = kept_by_mode(step), _times_kept(step)
-    device = speed.device
-    choices: list[list[Choice]] = []
-    owned = sorted(set(step.layers))
-    for layer in owned:
-        index = layer
-        if layer == config.num_hidden_layers and not step.forward.depths:
-            continue
-        again = _exchanged_again(step, layer, device)
-        options = layer_choices(step, kept, index, layer, speed.forward(step, layer), again, device)
-        choices.append([one._replace(bytes=one.bytes * flying[layer]) for one in options])
-    base_kept = sum(min(c.bytes for c in options) for options in choices)
-    budget = usable - smallest.bytes + base_kept
-    for _ in range(6):
-        chosen = choose(choices, budget)
-        if chosen is None:
-            break
-        found = dict(zip(owned, chosen))
-        keeps = [(found[n].recompute, found[n].offload) if n in found else (True, True) for n in range(layers)]
-        moment = RankStep(config, with_keeps(setting, keeps), rank).peak()
-        if moment.bytes <= usable:
-            return moment, found
-        budget -= moment.bytes - usable
-    return smallest, {n: options[-1] for n, options in zip(owned, choices)}
-
-
-def _times_kept(step: RankStep) -> dict[int, int]:
-    """How many micro-batches' activations of each layer are alive at once; of the MTP layer, times its depths."""
-    counts = most_in_flight(step) if step.setting.pp > 1 else (1,)
-    found: dict[int, int] = {}
-    for span, count in zip(step.spans, counts):
-        found |= dict.fromkeys(span.layers, count)
-        if span.mtp:
-            found[step.config.num_hidden_layers] = count * max(1, step.forward.depths)
-    return found
-
-
-def _exchanged_again(step: RankStep, layer: int, device: Device) -> float:
-    """Seconds of transfers that a layer repeats if it is computed again."""
-    c, s, forward = step.config, step.setting, step.forward
-    seconds = 0.0
-    if s.ep > 1 and (layer == c.num_hidden_layers or not c.is_dense_layer(layer)):
-        rows = 2 * forward.tokens * c.num_experts_per_tok * c.hidden_size * forward.item
-        seconds += Traffic("all-to-all", "rows of experts", rows, s.ep).seconds(device)
-    if forward.cp > 1:
-        seconds += Traffic("all-to-all", "keys of rows", exchanged_bytes(c, forward), forward.cp).seconds(device)
-    return seconds
 
 
 def refusal(moment: Moment, usable: float) -> str:
@@ -231,11 +186,16 @@ class Found:
     legal: int
 
 
+def base_setting(config: GLM5Config, stage: GradientStage, gpus: int) -> Setting:
+    """The setting of a stage without a layout; `setting_of` gives it one."""
+    setting = gradient_setting(stage.model_copy(update={"recompute": False}), config, Layout(), gpus)
+    return replace(setting, low_precision_copy=gpus == 1)
+
+
 def search(
     config: GLM5Config,
-    base: Setting,
+    stage: GradientStage,
     gpus: int,
-    rows: int,
     device: Device,
     mfu: float = PRODUCTS,
     wanted: int = 3,
@@ -243,11 +203,12 @@ def search(
     """The `wanted` fastest of all legal layouts. They are taken by the time that they need at least, with memory for
     everything; one whose bound is above the time of the best found is not looked at further. Raises ConfigError if
     there is no legal layout."""
+    base = base_setting(config, stage, gpus)
     speed = speed_of(config, base.forward.length, base.forward.attention == "sparse", device, mfu)
-    legal = list(candidates(config, gpus, rows, base.forward.length))
+    legal = list(candidates(config, stage, gpus, node_of(gpus, device.node)))
     if not legal:
-        raise ConfigError(f"{rows} rows of a step cannot be divided over {gpus} devices; choose other numbers.")
-    usable = device.memory * (1 - RESERVED)
+        raise ConfigError(f"{stage.rows} rows of a step cannot be divided over {gpus} devices; choose other numbers.")
+    usable = device.usable
     smallest: dict[tuple[Any, ...], Candidate] = {}
     for one in legal:
         known = smallest.setdefault(_weights_of(one), one)
@@ -282,7 +243,7 @@ def search(
 
 def _weights_of(one: Candidate) -> tuple[Any, ...]:
     """What decides the bytes that do not depend on tokens."""
-    return one.pp, one.stages_per_rank, one.ep, one.reduce_once
+    return one.pp, one.stages_per_rank, one.ep, one.reduce_once, one.deferred
 
 
 def _too_large(config: GLM5Config, base: Setting, one: Candidate, gpus: int, usable: float) -> Plan | None:
@@ -301,6 +262,5 @@ def _bound(config: GLM5Config, base: Setting, candidate: Candidate, gpus: int, s
     setting = setting_of(base, candidate, gpus)
     layers = config.num_hidden_layers + config.num_nextn_predict_layers
     setting = with_keeps(setting, [(False, False)] * layers)
-    times = [step_time(RankStep(config, setting, rank), speed) for rank in {0, candidate.pp - 1}]
-    idle = bubble(candidate.pp, candidate.stages_per_rank, candidate.parts)
-    return max(time.seconds for time in times) / (1 - idle)
+    steps = [RankStep(config, setting, rank) for rank in {0, candidate.pp - 1}]
+    return max(step_time(step, speed).seconds / (1 - bubble_of(step)) for step in steps)

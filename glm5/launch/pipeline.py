@@ -20,22 +20,20 @@ from rich.console import Console
 
 from glm5 import __version__
 from glm5.chat import Tokenizer
+from glm5.config.layout_rules import check_run
 from glm5.config.load import dump_recipe
-from glm5.config.model import GLM5Config
-from glm5.config.parallel import Layout
-from glm5.config.recipe import DsaStage, FamilyConfig, GradientStage, PolicyStage, RunRecipe, Stage, TokenizerStage
-from glm5.config.stage_spans import stage_spans
+from glm5.config.recipe import FamilyConfig, PolicyStage, RunRecipe, Stage, TokenizerStage
+from glm5.config.trained_models import check_indexers
 from glm5.data.shards import verify_shards
 from glm5.errors import CheckpointError, ConfigError, MissingExtraError
 from glm5.eval.harness import evaluate
 from glm5.files import atomic_write, exclusive, publish_dir, recover_dir
-from glm5.launch.plan import trained_models
-from glm5.launch.stages import CORPUS, DONE, RunState, check_indexers, check_inputs, run_stage, runner_of, units
+from glm5.launch.stages import CORPUS, DONE, RunState, check_inputs, run_stage, runner_of, units
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.model.hf_weights import write_checkpoint
 from glm5.obs import PipelineProgress, check_sinks, logged, open_metrics
 from glm5.obs.environment import write_environment
-from glm5.parallel.ranks import Ranks, check_layout, check_model, ranks_from_environment, world_size
+from glm5.parallel.ranks import Ranks, node_size, ranks_from_environment, world_size
 from glm5.rl.algos import stage_algorithm
 from glm5.rl.learner import Agreement
 from glm5.rl.prompts import PromptStream
@@ -129,34 +127,9 @@ def _check(recipe: RunRecipe, world: int = 1) -> None:
         if recipe.launch.backend == "ray" and importlib.util.find_spec("ray") is None:
             raise MissingExtraError("ray", "ray")
     check_indexers(recipe)
-    layout = recipe.parallel
-    if world > 1 or layout != Layout():
-        model = GLM5Config.load(recipe.start) if recipe.start else GLM5Config.preset(recipe.preset, **recipe.model)
-        check_layout(layout, world, model.n_routed_experts)
-        check_model(layout, model)
-    sharing = any(isinstance(stage, DsaStage) and stage.share_indexers is not None for stage in recipe.stages)
-    if layout != Layout() or sharing:
-        for stage, config in trained_models(recipe):
-            stage_spans(stage, config, layout)
+    check_run(recipe, world, node_size())
     for stage in recipe.stages:
         runner_of(stage)
-        if stage.kind == "general" and recipe.launch is not None and recipe.launch.history == "text":
-            raise ConfigError(f'{stage.name}: General RL scores whole answers, which launch.history = "text" splits.')
-        if recipe.parallel.cp > 1 and isinstance(stage, PolicyStage):
-            raise ConfigError(
-                f"{stage.name}: the learner of stages of kind {stage.kind} does not divide rows (parallel.cp = "
-                f"{recipe.parallel.cp}); run this stage with parallel.cp = 1, which may resume the run."
-            )
-        if world > 1 and isinstance(stage, PolicyStage) and recipe.launch is None:
-            raise ConfigError(
-                f"{stage.name}: without a section [launch], stages of kind {stage.kind} run in one process, and this "
-                f"job has {world}; add the section for live RL, or run this stage without torchrun."
-            )
-        if world > 1 and not isinstance(stage, GradientStage | TokenizerStage | PolicyStage):
-            raise ConfigError(
-                f"{stage.name}: stages of kind {stage.kind} run in one process, and this job has {world}; run the "
-                "stages before it with torchrun, and this one without."
-            )
     others = [stage for stage in recipe.stages if not isinstance(stage, PolicyStage)]
     for family in [*(recipe.evaluation.families if recipe.evaluation else []), *_families(others)]:
         make_family(family.name, **family.options)

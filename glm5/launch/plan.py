@@ -2,41 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from glm5.config.activations import WIDE, Attention, Forward, check_recompute, exchanged_bytes
-from glm5.config.arithmetic import attention_flops, cache_bytes, size_report
-from glm5.config.devices import Device, device_named
+from glm5.config.activations import WIDE, exchanged_bytes
+from glm5.config.devices import RESERVED, Device, device_named
+from glm5.config.keep_plan import keeps_text
+from glm5.config.layout_rules import job_problems, node_of, stage_problems, training_problems
 from glm5.config.model import PRESETS, GLM5Config
-from glm5.config.parameters import parameters
+from glm5.config.optim import OptimConfig
+from glm5.config.parallel import Layout
 from glm5.config.recipe import (
-    CorpusStage,
-    DistillStage,
     DsaStage,
-    GeneralStage,
     GradientStage,
     PolicyStage,
     PretrainStage,
-    RewardStage,
     RunRecipe,
-    SftStage,
     Stage,
-    TokenizerStage,
 )
-from glm5.config.stage_spans import stage_spans, with_fewer_indexers
 from glm5.config.step_memory import PHASES, RankStep, Setting, step_memory
-from glm5.config.step_time import bubble
-from glm5.errors import ConfigError, UsageError
+from glm5.config.step_setting import planned_setting
+from glm5.config.step_time import bubble_of, model_flops
+from glm5.config.trained_models import trained_models
+from glm5.errors import UsageError
+from glm5.launch.plan_rl import ASSUMED, beside_the_learner, policy_setting, rl_split, split_lines
 
-# Those of `glm5/engine/engine.py` and `glm5/rl/learner.py`, whose import would load torch; a test compares them.
-CACHE_BYTES = 1 << 29
-ROWS_PER_STEP = 16
-
-RESERVED = 0.1
-"""Share of a device's memory that is assumed to go to the driver, communication libraries and fragmentation."""
 MFU = 0.15
 """Share of the peak rate that is assumed; nothing was measured."""
 
@@ -51,8 +42,13 @@ def plan(recipe: RunRecipe, gpus: int, device: str, mfu: float = MFU) -> Report:
     """
     if gpus < 1 or not 0 < mfu <= 1:
         raise UsageError("--gpus is at least 1, --mfu above 0 and at most 1.")
-    kind = device_named(device)
-    stages = [_stage(recipe, stage, config, gpus, kind, mfu) for stage, config in trained_models(recipe)]
+    kind = device_of(device, recipe.parallel)
+    problems = list(job_problems(recipe.parallel, gpus, node_of(gpus, kind.node)))
+    layout = Layout(reduce_once=recipe.parallel.reduce_once) if problems else recipe.parallel
+    for stage in recipe.stages:
+        if not isinstance(stage, GradientStage | PolicyStage):
+            problems += stage_problems(stage, recipe.parallel, gpus, recipe.launch)
+    stages = [_stage(recipe, stage, config, layout, gpus, kind, mfu) for stage, config in trained_models(recipe)]
     seconds = [stage["seconds"] for stage in stages if stage["seconds"] is not None]
     return {
         "recipe": recipe.name,
@@ -62,58 +58,37 @@ def plan(recipe: RunRecipe, gpus: int, device: str, mfu: float = MFU) -> Report:
         "assumed": {"mfu": mfu, "reserved": RESERVED},
         "predicted": ["memory", "tokens_per_second", "seconds"],
         "stages": stages,
+        "problems": problems,
         "seconds": sum(seconds),
-        "fits": not any(stage["problems"] for stage in stages),
+        "fits": not problems and not any(stage["problems"] for stage in stages),
     }
 
 
-def trained_models(recipe: RunRecipe) -> Iterator[tuple[Stage, GLM5Config]]:
-    """Every stage that trains, with the configuration of its model. Raises ConfigError for one that cannot be."""
-    preset = GLM5Config.preset(recipe.preset)
-    config: GLM5Config | None = None
-    if recipe.start is not None:
-        config = GLM5Config.load(recipe.start)
-    vocabulary: dict[str, Any] = {}
-    for stage in recipe.stages:
-        if isinstance(stage, TokenizerStage):
-            vocabulary = {"vocab_size": stage.vocab_size}
-            continue
-        if config is None:
-            config = GLM5Config.preset(recipe.preset, **{**vocabulary, **recipe.model})
-            config = config.replace(indexer_adapted=False) if config.use_dsa else config
-        if isinstance(stage, PretrainStage) and stage.max_position_embeddings is not None:
-            config = config.replace(max_position_embeddings=stage.max_position_embeddings)
-        if isinstance(stage, DsaStage):
-            config = _with_indexers(config, recipe, preset, stage)
-            if stage.share_indexers is not None:
-                try:
-                    config = with_fewer_indexers(config, stage.share_indexers)
-                except ConfigError as error:
-                    raise ConfigError(f"{stage.name}: {error}") from None
-        if isinstance(stage, GradientStage | PolicyStage):
-            yield stage, config
+def device_of(name: str, layout: Layout) -> Device:
+    """The device of a name, with the memory that the layout gives a process. Raises UsageError for an unknown one."""
+    found = device_named(name)
+    return replace(found, memory=layout.memory_bytes or found.memory)
 
 
-def _with_indexers(config: GLM5Config, recipe: RunRecipe, preset: GLM5Config, stage: DsaStage) -> GLM5Config:
-    if config.use_dsa:
-        return config.replace(indexer_adapted=True)
-    topk = recipe.model.get("index_topk") or preset.index_topk
-    if not topk:
-        raise ConfigError(f"{stage.name}: set model.index_topk; the preset has no sparse attention.")
-    return config.replace(use_dsa=True, index_topk=topk)
-
-
-def _stage(recipe: RunRecipe, stage: Stage, config: GLM5Config, gpus: int, device: Device, mfu: float) -> Report:
+def _stage(
+    recipe: RunRecipe, stage: Stage, config: GLM5Config, layout: Layout, gpus: int, device: Device, mfu: float
+) -> Report:
+    """A stage that the job refuses gets its numbers without `pp`, `cp` and `ep`."""
     assert isinstance(stage, GradientStage | PolicyStage)
+    problems = [*stage_problems(stage, layout, gpus, recipe.launch), *training_problems(stage, config, layout)]
+    if problems:
+        layout = Layout(reduce_once=layout.reduce_once)
     if isinstance(stage, GradientStage):
-        setting, tokens = _gradient_setting(recipe, stage, config, gpus)
+        if problems and isinstance(stage.recompute, tuple):  # perhaps one for another number of layers
+            stage = stage.model_copy(update={"recompute": False})
+        (setting, _), tokens = planned_setting(stage, config, layout, gpus, device), stage.rows * stage.row_length
     else:
-        setting, tokens = _policy_setting(recipe, stage, config, gpus)
+        setting, tokens = policy_setting(stage, config, layout, gpus)
     memory: dict[str, Any] = max(
         (step_memory(config, setting, rank) for rank in range(setting.pp)), key=lambda m: m["peak"]
     )
     memory["peak_phase"] = PHASES[memory["peak_phase"]]
-    beside = _beside(recipe, stage, config, gpus) if isinstance(stage, PolicyStage) else {}
+    beside = beside_the_learner(stage, config, recipe.launch, gpus) if isinstance(stage, PolicyStage) else {}
     memory |= beside
     memory["peak"] += sum(beside.values())
     memory["host_while_saving"] = 0
@@ -121,19 +96,25 @@ def _stage(recipe: RunRecipe, stage: Stage, config: GLM5Config, gpus: int, devic
         memory["host_while_saving"] = memory["weights"] + memory["optimizer"]
     flops = model_flops(config, setting.forward)
     rate = device.flops if setting.forward.item < WIDE else device.flops_fp32
-    again = 4 / 3 if setting.forward.recompute is True else 1.0
-    speed = gpus * mfu * rate / (flops * again) * (1 - bubble(setting.pp, setting.stages_per_rank, setting.parts))
-    rolls = isinstance(stage, PolicyStage)
+    modes = setting.forward.recompute if isinstance(setting.forward.recompute, tuple) else (setting.forward.recompute,)
+    again = 1 + modes.count(True) / len(modes) / 3
+    speed = gpus * mfu * rate / (flops * again) * (1 - bubble_of(RankStep(config, setting)))
+    split: Report | None = None
+    if isinstance(stage, PolicyStage) and gpus > 1:
+        split = rl_split(stage, config, layout, gpus, device, mfu, recipe.launch)
     return {
         "name": stage.name,
         "kind": stage.kind,
-        "problems": _problems(recipe, stage, config, gpus, device, memory["peak"]),
+        "recompute": setting.forward.recompute,
+        "problems": problems or _too_large(stage, gpus, layout.cp, device, memory["peak"]),
         "memory": memory,
         "tokens_per_step": tokens,
         "exchanged_bytes_per_step": _exchanged(config, setting),
         "flops_per_token": round(flops),
         "tokens_per_second": speed,
-        "seconds": None if rolls else stage.optim.steps * tokens / speed,  # rollouts take most of RL's time
+        "rl": split,
+        # Rollouts take most of RL's time.
+        "seconds": None if isinstance(stage, PolicyStage) else stage.optim.steps * tokens / speed,
     }
 
 
@@ -145,36 +126,15 @@ def _exchanged(config: GLM5Config, setting: Setting) -> int:
     return exchanged_bytes(config, forward) * layers * (2 + bool(forward.recompute)) * setting.parts
 
 
-def _problems(recipe: RunRecipe, stage: Stage, config: GLM5Config, gpus: int, device: Device, peak: int) -> list[str]:
-    pp, problem = _pipeline(recipe, stage, config, gpus)
-    found, ep, cp = [problem] if problem else [], recipe.parallel.ep, recipe.parallel.cp
-    for key, size in {"ep": ep, "cp": cp}.items():
-        if gpus // pp % size:
-            whole = f"{gpus // pp} processes" + (" of a pipeline stage" if pp > 1 else "")
-            found.append(f"parallel.{key} = {size} does not divide {whole}; choose a divisor.")
-    if config.n_routed_experts % ep:
-        found.append(f"parallel.ep = {ep} does not divide the {config.n_routed_experts} experts of a layer.")
-    if isinstance(stage, PolicyStage) and gpus > 1 and recipe.launch is None:
-        found.append("RL on several processes needs a section [launch]; run this stage with one.")
-    usable = device.memory * (1 - RESERVED)
-    if peak > usable:
-        found.append(
-            f"does not fit: it needs {peak / 1e9:,.1f} GB, and {usable / 1e9:,.1f} of {device.memory / 1e9:,.0f} GB "
-            f"can be used. {_advice(stage, gpus, cp)}"
-        )
-    return found
-
-
-def _pipeline(recipe: RunRecipe, stage: Stage, config: GLM5Config, gpus: int) -> tuple[int, str]:
-    """`parallel.pp`; if the stage cannot run with it, 1 and the reason."""
-    layout = recipe.parallel
-    if gpus % layout.pp:
-        return 1, f"parallel.pp = {layout.pp} does not divide {gpus} processes; choose a divisor."
-    try:
-        stage_spans(stage, config, layout)
-    except ConfigError as error:
-        return 1, str(error)
-    return layout.pp, ""
+def _too_large(stage: Stage, gpus: int, cp: int, device: Device, peak: int) -> list[str]:
+    """Why the stage does not fit, if it does not."""
+    usable = device.usable
+    if peak <= usable:
+        return []
+    return [
+        f"does not fit: it needs {peak / 1e9:,.1f} GB, and {usable / 1e9:,.1f} of {device.memory / 1e9:,.0f} GB "
+        f"can be used. {_advice(stage, gpus, cp)}"
+    ]
 
 
 def _advice(stage: Stage, gpus: int, cp: int) -> str:
@@ -186,126 +146,6 @@ def _advice(stage: Stage, gpus: int, cp: int) -> str:
     changes += [] if stage.dtype == "bfloat16" else ['dtype = "bfloat16"']
     changes += ["a larger parallel.cp"] if stage.micro_rows == 1 and cp < gpus else []
     return f"Take {', '.join([*changes, 'more GPUs' if gpus > 1 else 'more than one GPU'])} or a smaller model."
-
-
-def _gradient_setting(recipe: RunRecipe, stage: GradientStage, config: GLM5Config, gpus: int) -> tuple[Setting, int]:
-    """How the stage's steps run on a process, and the tokens of a whole step."""
-    check_recompute(config, stage.recompute, stage.name)
-    pp, _ = _pipeline(recipe, stage, config, gpus)
-    cp = recipe.parallel.cp if gpus // pp % recipe.parallel.cp == 0 else 1
-    own = -(-stage.rows // (gpus // pp // cp))
-    micro = min(stage.micro_rows or own, own)
-    attention: Attention = "sparse" if config.selects_keys else "dense"
-    depths, learns, trains = 0, False, "all"
-    if isinstance(stage, PretrainStage) and config.use_dsa and not config.indexer_adapted:
-        attention = "dense"
-    if isinstance(stage, CorpusStage | SftStage) and stage.mtp_weight and config.num_nextn_predict_layers:
-        depths = stage.mtp_depths
-    if isinstance(stage, SftStage):
-        trains, depths = "backbone", depths if stage.text_share else 0
-    if isinstance(stage, DsaStage):
-        learns, attention = stage.kind == "dsa_sparse", "sparse"
-        if stage.kind == "dsa_warmup":
-            attention, trains, depths = "warmup", "indexers", config.num_nextn_predict_layers
-    forward = Forward(
-        micro,
-        stage.row_length,
-        2 if stage.dtype == "bfloat16" else WIDE,
-        attention,
-        learns,
-        depths,
-        stage.recompute,
-        balance=isinstance(stage, CorpusStage) and bool(stage.balance_weight),
-        cp=cp,
-    )
-    setting = replace(
-        _job(recipe, stage, config, forward, gpus), parts=-(-own // micro), offload=stage.offload, trains=trains
-    )
-    return setting, stage.rows * stage.row_length
-
-
-def _job(
-    recipe: RunRecipe, stage: GradientStage | PolicyStage, config: GLM5Config, forward: Forward, gpus: int
-) -> Setting:
-    """What the processes and the optimizer decide of a setting."""
-    pp, _ = _pipeline(recipe, stage, config, gpus)
-    return Setting(
-        forward,
-        world=gpus,
-        ep=recipe.parallel.ep if gpus // pp % recipe.parallel.ep == 0 else 1,
-        pp=pp,
-        stages_per_rank=recipe.parallel.pp_stages_per_rank if pp > 1 else 1,
-        pp_layers=tuple(recipe.parallel.pp_layers) if pp > 1 else (),
-        optimizer=stage.optim.kind,
-        ns_item=2 if stage.optim.ns_dtype == "bfloat16" else WIDE,
-        reduce_once=recipe.parallel.reduce_once,
-    )
-
-
-def _policy_setting(recipe: RunRecipe, stage: PolicyStage, config: GLM5Config, gpus: int) -> tuple[Setting, int]:
-    """The learner computes in fp32. A step has at most every rollout at its full length."""
-    samples = stage.prompts * stage.group
-    tokens = samples * stage.max_context
-    own = -(-tokens // (gpus * stage.minibatches * stage.row_length))
-    rows = min(ROWS_PER_STEP, own)
-    exact = stage.rollouts == "exact" and config.attention_type == "mla"
-    sparse = config.selects_keys or exact
-    forward = Forward(
-        rows,
-        stage.row_length,
-        WIDE,
-        "sparse" if sparse else "dense",
-        balance=False,
-        all_keys=exact and not config.selects_keys,
-    )
-    job = _job(recipe, stage, config, forward, gpus)
-    return replace(job, parts=-(-own // rows), trains="backbone", low_precision_copy=False), tokens
-
-
-def _beside(recipe: RunRecipe, stage: PolicyStage, config: GLM5Config, gpus: int) -> dict[str, int]:
-    """Bytes of an RL stage besides the learner's: the engine on the same device with its cache, and other models."""
-    total = sum(p.size for p in parameters(config))
-    item = WIDE if stage.engine_dtype == "float32" else 2
-    concurrency = stage.concurrency or stage.prompts * stage.group
-    cache = cache_bytes(config, 1) * item // 2
-    together = recipe.launch is None or recipe.launch.engine_device == "auto" or gpus == 1
-    engines = 0 if recipe.launch is None else -(-recipe.launch.engines // gpus)
-    pool = min(CACHE_BYTES, cache * concurrency * (stage.max_context + 64))
-    pool = max(pool, cache * (stage.max_context + 1))
-    others = 0
-    if isinstance(stage, RewardStage) and stage.kl_weight:
-        others += 1
-    if isinstance(stage, GeneralStage) and stage.reward_model is not None and stage.reward_model.kind == "learned":
-        others += 1
-    if isinstance(stage, GeneralStage) and stage.judge is not None:
-        others += not stage.judge.model.startswith(("http://", "https://"))
-    if isinstance(stage, DistillStage):
-        teachers = {stage.teacher_of(family) for family in stage.families}
-        others += len(teachers) if stage.keep_teachers else 1
-    return {
-        "engine": (item * total + pool) * max(1, engines) if together else 0,
-        "other_models": others * WIDE * total,
-    }
-
-
-def model_flops(config: GLM5Config, forward: Forward) -> float:
-    """Model FLOPs of forward and backward per token: 3 x (2 x active parameters + attention) with every MTP depth (see
-    `size_report`). Computing something again does not count."""
-    dense = config.replace(use_dsa=False) if config.use_dsa and forward.attention != "sparse" else config
-    if forward.all_keys and config.use_dsa:
-        dense = config.replace(use_dsa=False)
-    report = size_report(dense, forward.length)
-    flops = float(report["train_flops_per_token"])
-    if forward.attention == "warmup":  # the indexers learn, all else only goes forward
-        return flops / 3 + 3 * 2 * sum(p.size for p in parameters(config) if p.indexer)
-    if forward.depths:
-        parts = report["components"]
-        active = config.num_experts_per_tok + config.n_shared_experts
-        layer = parts["attention"] + parts["indexer"] + parts["router"] + active * parts["expert"]
-        layer += parts["mtp_extra"] + parts["embedding"]
-        attention = attention_flops(dense, forward.length // 2, absorbed=False) / config.num_hidden_layers
-        flops += forward.depths * 3 * (2 * layer + attention)
-    return flops
 
 
 def load_and_plan(path: Path, overrides: list[str], gpus: int, device: str, mfu: float = MFU) -> Report:
@@ -322,13 +162,13 @@ def recipe_layouts(
     from glm5.config.load import load_recipe
     from glm5.launch.layout_report import plan_layouts
 
-    recipe, kind, found = load_recipe(path, RunRecipe, overrides), device_named(device), {}
-    for stage, config in trained_models(recipe):
-        if isinstance(stage, GradientStage):
-            setting, _ = _gradient_setting(recipe, stage, config, gpus)
-            base = replace(setting, low_precision_copy=gpus == 1)
-            found[stage.name] = plan_layouts(config, base, gpus, stage.rows, kind, price=price, wanted=best)
-    return found
+    recipe = load_recipe(path, RunRecipe, overrides)
+    kind = device_of(device, recipe.parallel)
+    return {
+        stage.name: plan_layouts(config, stage, gpus, kind, price=price, wanted=best)
+        for stage, config in trained_models(recipe)
+        if isinstance(stage, GradientStage)
+    }
 
 
 def model_layouts(
@@ -355,19 +195,12 @@ def model_layouts(
         config = config.replace(use_dsa=False)
     if sparse and not config.use_dsa:
         raise UsageError(f"--sparse: {model} has no sparse attention.")
-    depths = depths if config.num_nextn_predict_layers else 0
-    attention: Attention = "sparse" if sparse else "dense"
-    forward = Forward(1, row_length, 2, attention, learns_index=sparse, depths=depths)
-    return plan_layouts(
-        config,
-        Setting(forward, ns_item=2, optimizer=optimizer),
-        gpus,
-        rows,
-        device_named(device),
-        products,
-        price,
-        best,
-    ) | {"model": model, "device": device.lower()}
+    stage: dict[str, Any] = {"kind": "dsa_sparse" if sparse else "pretrain", "name": "layouts", "rows": rows}
+    stage |= {"row_length": row_length, "mtp_depths": depths, "dtype": "bfloat16"}
+    stage["optim"] = OptimConfig(steps=1, lr=1e-4, kind=optimizer, ns_dtype="bfloat16")
+    trained: GradientStage = DsaStage(**stage) if sparse else PretrainStage(**stage)
+    found = plan_layouts(config, trained, gpus, device_named(device), products, price, best)
+    return found | {"model": model, "device": device.lower()}
 
 
 def table(found: Report) -> str:
@@ -387,6 +220,10 @@ def table(found: Report) -> str:
         extra = sum(part.get(k, 0) for k in ("logits", "working", "communication", "engine", "other_models"))
         cells = "".join(f"{n / 1e9:>{w},.1f}" for n, w in zip([part["peak"], *numbers, extra], (9, 9, 7, 7, 8, 7)))
         lines.append(f"{stage['name']:<14}{cells}{stage['tokens_per_second']:>12,.0f}{hours:>7}")
+        if isinstance(stage["recompute"], tuple):
+            lines.append(f"  keeps: {keeps_text([(mode, False) for mode in stage['recompute']])}")
+        lines += split_lines(stage["rl"]) if stage["rl"] else []
         lines += [f"  {problem}" for problem in stage["problems"]]
+    lines += [*found["problems"], *([ASSUMED] if any(stage["rl"] for stage in found["stages"]) else [])]
     lines.append(f"{found['seconds'] / 3600:,.1f} hours without rollouts and evaluation.")
     return "\n".join(lines)

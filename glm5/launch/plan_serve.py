@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from glm5.config.arithmetic import size_report
-from glm5.config.devices import device_named
+from glm5.config.decoding import KINDS, decode_seconds
+from glm5.config.devices import RESERVED, Device, device_named
 from glm5.config.model import PRESETS, GLM5Config
 from glm5.engine.kv_pool import token_bytes
 from glm5.errors import ConfigError, UsageError
-from glm5.launch.plan import RESERVED, Report
+from glm5.launch.plan import Report
 from glm5.model.disk_names import disk_tensors
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.ops.quantisers import Quantiser
@@ -27,9 +28,6 @@ from glm5.quant.schemes import scheme_named
 ITEM = 2
 """Bytes of a weight and of a cached number in bf16."""
 CONTEXTS = (4096, 32768, 131072)
-KINDS = ("embedding", "mtp", "experts", "other")
-"""Weights by when a decoding step reads them: hardly, not without drafts, those of chosen experts, all."""
-
 COLUMNS = {"context": 9, "sequences": 11, "tokens/s of one": 17, "of all": 10, "ms a step": 11, "first token s": 15}
 
 
@@ -108,13 +106,11 @@ def plan_serve(
         if config.attention_type == "gqa":
             own = own.replace(num_key_value_heads=config.num_key_value_heads // tp)
     per_token = token_bytes(own, torch.bfloat16, packed=cache_dtype == "int8")
-    usable = kind.memory * (1 - RESERVED)
+    usable = kind.usable
     free = usable - sum(weights.values())
     engines = gpus // tp
     tokens = max(0, int(free // per_token))
-    rows = [
-        _row(config, kind.bandwidth, kind.flops, weights, per_token, tokens, length, tp, engines) for length in contexts
-    ]
+    rows = [_row(config, kind, weights, per_token, tokens, length, tp, engines) for length in contexts]
     problems = []
     if free < 0:
         problems.append(
@@ -148,8 +144,7 @@ def plan_serve(
 
 def _row(
     config: GLM5Config,
-    bandwidth: float,
-    flops: float,
+    device: Device,
     weights: dict[str, int],
     per_token: int,
     tokens: int,
@@ -162,10 +157,9 @@ def _row(
     report = size_report(config, context)
 
     def seconds(batch: int) -> float:
-        read = step_bytes(config, weights, per_token, batch, context)
-        return max(read / bandwidth, batch * report["decode_flops_per_token"] / tp / flops)
+        return decode_seconds(config, device, weights, per_token, batch, context, tp)
 
-    first = context * report["train_flops_per_token"] / 3 / tp / flops
+    first = context * report["train_flops_per_token"] / 3 / tp / device.flops
     return {
         "context": context,
         "sequences": sequences,
@@ -174,20 +168,6 @@ def _row(
         "step_seconds": seconds(max(1, sequences)),
         "first_token_seconds": first,
     }
-
-
-def step_bytes(config: GLM5Config, weights: dict[str, int], per_token: int, batch: int, context: int) -> float:
-    """Bytes that a rank reads in a decoding step at least: weights but for the embedding, MTP and experts that no
-    sequence chose (even, independent choices), and of the cache the index keys of the context and the selected latents,
-    or all latents."""
-    left = (1 - config.num_experts_per_tok / max(1, config.n_routed_experts)) ** batch
-    layers = config.num_hidden_layers
-    each = per_token * layers / (layers + config.num_nextn_predict_layers)
-    keys = config.index_head_dim if config.use_dsa else 0
-    share = keys / (keys + config.cache_values_per_token)
-    read = min(context, config.index_topk or context) if config.selects_keys else context
-    cache = each * (share * context * config.selects_keys + (1 - share) * read)
-    return weights["other"] + weights["experts"] * (1 - left) + batch * cache
 
 
 def table(found: Report) -> str:

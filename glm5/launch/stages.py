@@ -198,16 +198,6 @@ def _chat_texts(recipe: RunRecipe, per_family: int = 200) -> list[str]:
     return texts
 
 
-def check_indexers(recipe: RunRecipe) -> None:
-    """Raise ConfigError for a run from scratch that calls its indexers adapted: they would select keys at random, and a
-    selection has no gradient to learn from."""
-    if recipe.start is None and recipe.model.get("indexer_adapted"):
-        raise ConfigError(
-            f"{recipe.name}: model.indexer_adapted = true asks for sparse attention with untrained indexers; remove "
-            'it. Attention is dense until a stage of kind "dsa_warmup" or "dsa_sparse" trains them.'
-        )
-
-
 def _pretrain(state: RunState, stage: PretrainStage, io: StageIO) -> dict[str, float]:
     """Pre-training and mid-training keep the model's form of attention, but never select keys by untrained indexers
     (§2.1.1)."""

@@ -6,7 +6,6 @@ layer a rank receives the tokens that its own queries may see and no others; bac
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from glm5.config.model import GLM5Config
 from glm5.config.parallel import Layout
 from glm5.data.packing import Batch, TokenPart
-from glm5.errors import ConfigError
 from glm5.ops.wide import wide
 from glm5.parallel.context_plan import Cells, begins_of, by_workload, keys_of, rows_by_work, workload, zigzag
+from glm5.parallel.ranks import node_size
 
 
 @dataclass(frozen=True)
@@ -229,15 +228,11 @@ class ContextGroup:
 def context_group(layout: Layout, device: torch.device) -> ContextGroup:
     """This rank's group of `layout.cp` neighbours; every rank must call. Nodes are as torchrun started them."""
     ranks = torch.arange(dist.get_world_size())
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", len(ranks)))
+    local = node_size() or len(ranks)
     names = ("all", "node", "place")
     if layout.cp <= local:
         mesh = DeviceMesh(device.type, ranks.view(-1, layout.cp), mesh_dim_names=names[1:])
         return ContextGroup(mesh.get_group("place"), layout.cp_plan, device)
-    if layout.cp % local:
-        raise ConfigError(
-            f"parallel.cp = {layout.cp} is more than the {local} processes of a node, but not a multiple; choose one."
-        )
     whole = DeviceMesh(device.type, ranks.view(-1, layout.cp), mesh_dim_names=names[1:]).get_group("place")
     mesh = DeviceMesh(device.type, ranks.view(-1, layout.cp // local, local), mesh_dim_names=names)
     return ContextGroup(whole, layout.cp_plan, device, mesh.get_group("node"), mesh.get_group("place"))

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from glm5.errors import ConfigError
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.model.moe import Experts, Shared, expert_products
 from glm5.ops.experts import combine, expert_layout, permute, unpermute
@@ -127,8 +126,6 @@ def divide_experts(model: GLM5ForCausalLM, group: dist.ProcessGroup) -> None:
     """
     ranks, rank, exchange = group.size(), group.rank(), ExpertExchange(group)
     total = model.config.n_routed_experts
-    if total % ranks:
-        raise ConfigError(f"parallel.ep = {ranks} does not divide the {total} experts of a layer; choose a divisor.")
     own = total // ranks
     for module in expert_modules(model):
         for name, stack in list(module.named_parameters(recurse=False)):

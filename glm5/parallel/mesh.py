@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from glm5.config.layout_rules import job_problems, model_problems, refuse
 from glm5.config.model import GLM5Config
 from glm5.config.parallel import Layout
 from glm5.data.packing import Batch
@@ -27,7 +28,7 @@ from glm5.parallel.context import context_group
 from glm5.parallel.expert import divide_experts
 from glm5.parallel.fsdp import RUN, export_shards, fill_shards, local_slice, shard_model, unshard_model
 from glm5.parallel.lifeline import Lifeline, LostRankError
-from glm5.parallel.ranks import Ranks, ShardSlice, check_layout, check_model
+from glm5.parallel.ranks import Ranks, ShardSlice, node_size
 
 T = TypeVar("T")
 
@@ -43,17 +44,16 @@ class TorchRanks(Ranks):
 
     def __init__(self, layout: Layout) -> None:
         timeout = timedelta(seconds=layout.timeout_seconds)
-        super().__init__(choose_device(layout.device))
+        super().__init__(choose_device(layout.device), layout)
         kind = self.device.type
         self._joined = not dist.is_initialized()
         if self._joined:
             dist.init_process_group(dist.get_default_backend_for_device(kind), timeout=timeout)
-        self.rank, self.world, self.layout = dist.get_rank(), dist.get_world_size(), layout
-        check_layout(layout, self.world)
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        refuse(job_problems(layout, self.world, node_size()))
         self._objects = dist.new_group(backend="gloo", timeout=timeout)
         self._patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=layout.patience_seconds))
         self._background = dist.new_group(backend="gloo", timeout=timedelta(seconds=layout.patience_seconds))
-        self.async_save = layout.async_save
         stages = torch.arange(self.world).view(layout.pp, -1)  # of one pipeline stage unless there are more
         self._everyone = DeviceMesh(kind, stages, mesh_dim_names=("pp", "all"))["all"]
         self._grid = DeviceMesh(kind, stages.view(layout.pp, -1, layout.ep), mesh_dim_names=("pp", "dp", "ep"))
@@ -86,7 +86,7 @@ class TorchRanks(Ranks):
         return batch if self._context is None else self._context.own_tokens(batch, config)
 
     def shard(self, model: GLM5ForCausalLM, dtype: torch.dtype, trainable: Callable[[str], bool]) -> GLM5ForCausalLM:
-        check_model(self.layout, model.config)
+        refuse(model_problems(self.layout, model.config))
         gc.collect()  # the shards of the stage before are in reference cycles
         source, model.weight_source = model.weight_source, None
         if source is None:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from glm5.config.layout_rules import model_problems, refuse
 from glm5.config.parallel import Layout
 from glm5.config.pipeline import divide
 from glm5.errors import ConfigError
@@ -21,7 +22,6 @@ from glm5.parallel.expert import divide_experts
 from glm5.parallel.fsdp import RUN, fill_shards
 from glm5.parallel.mesh import TorchRanks
 from glm5.parallel.pipeline import CHANNELS, Pipeline, StageLinks
-from glm5.parallel.ranks import check_model
 from glm5.parallel.zero import shard_parameters
 
 K = TypeVar("K")
@@ -58,7 +58,7 @@ class PipelineRanks(TorchRanks):
         return self._everyone.get_group()
 
     def shard(self, model: GLM5ForCausalLM, dtype: torch.dtype, trainable: Callable[[str], bool]) -> GLM5ForCausalLM:
-        check_model(self.layout, model.config)
+        refuse(model_problems(self.layout, model.config))
         gc.collect()  # the shards of the stage before are in reference cycles
         source, model.weight_source = model.weight_source, None
         layout, names = self.layout, [name for name, _ in model.named_parameters()]

@@ -12,11 +12,12 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor
 
+from glm5.config.layout_rules import job_problems, refuse
 from glm5.config.model import GLM5Config
 from glm5.config.parallel import Layout
 from glm5.data.packing import Batch
 from glm5.device import choose_device, make_current
-from glm5.errors import ConfigError, Glm5Error
+from glm5.errors import Glm5Error
 from glm5.files import publish_dir
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.model.hf_weights import write_checkpoint
@@ -48,11 +49,10 @@ class Ranks:
     pipeline_stages = 1
     """Groups of ranks with different layers; ranks are numbered group by group."""
     device = torch.device("cpu")
-    async_save = True
-    """`Layout.async_save`."""
+    layout = Layout()
 
-    def __init__(self, device: str | torch.device = "cpu") -> None:
-        self.device = torch.device(device)
+    def __init__(self, device: str | torch.device = "cpu", layout: Layout | None = None) -> None:
+        self.device, self.layout = torch.device(device), layout or Layout()
         make_current(self.device)
 
     @property
@@ -209,44 +209,18 @@ def world_size() -> int:
     return int(text) if text.isdecimal() else 1
 
 
-def check_layout(layout: Layout, world: int, experts: int | None = None) -> None:
-    """Raises ConfigError for a layout that cannot divide `world` processes, or the experts of a layer."""
-    stage = world // layout.pp
-    for name, size, whole in (("pp", layout.pp, world), ("ep", layout.ep, stage), ("cp", layout.cp, stage)):
-        if whole % size or not whole:
-            raise ConfigError(
-                f"parallel.{name} = {size} does not divide the {whole} process{'es' if whole > 1 else ''} of "
-                f"{'this job' if name == 'pp' or layout.pp == 1 else 'a pipeline stage'}; choose a divisor, or start "
-                "another number with torchrun --nproc-per-node."
-            )
-    if layout.pp == 1 and (layout.pp_stages_per_rank > 1 or layout.pp_layers or layout.pp_deferred):
-        raise ConfigError(
-            "parallel.pp_stages_per_rank, pp_layers and pp_deferred are for pipeline stages; set parallel.pp above 1, "
-            "or remove them."
-        )
-    if experts is not None and experts % layout.ep:
-        raise ConfigError(
-            f"parallel.ep = {layout.ep} does not divide the {experts} experts of a layer; choose a divisor."
-        )
-
-
-def check_model(layout: Layout, config: GLM5Config) -> None:
-    """Raises ConfigError for a model that the layout cannot divide."""
-    if layout.cp > 1 and config.has_recurrent_layers:
-        raise ConfigError(
-            f"parallel.cp = {layout.cp} cannot divide a recurrence over tokens (Gated DeltaNet, SimpleGDN); train this "
-            "model with parallel.cp = 1."
-        )
+def node_size() -> int | None:
+    """Number of processes of this job on each machine, from torchrun's environment."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(text) if text.isdecimal() else None
 
 
 def ranks_from_environment(layout: Layout | None = None) -> Ranks:
     """Join the job that torchrun started; without torchrun, a world of one process. The caller must close it."""
     layout = layout or Layout()
-    check_layout(layout, world_size())
+    refuse(job_problems(layout, world_size(), node_size()))
     if world_size() == 1:
-        ranks = Ranks(choose_device(layout.device))
-        ranks.async_save = layout.async_save
-        return ranks
+        return Ranks(choose_device(layout.device), layout)
     if layout.pp > 1:
         from glm5.parallel.pipeline_ranks import PipelineRanks
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from glm5.config.layout_rules import refuse, tp_problems
 from glm5.config.model import GLM5Config
 from glm5.errors import ConfigError
 from glm5.model.glm5 import GLM5ForCausalLM
@@ -115,23 +116,7 @@ def whole_config(model: GLM5ForCausalLM) -> GLM5Config:
 
 def check_divisible(config: GLM5Config, world: int) -> None:
     """Raise ConfigError for a model that cannot be divided over `world` ranks."""
-    if config.has_recurrent_layers:
-        raise ConfigError(
-            "Tensor parallelism does not divide layers with a recurrent state (Gated DeltaNet, SimpleGDN); serve this "
-            "model with --tp 1."
-        )
-    layers = range(config.num_hidden_layers)
-    sizes = {"num_attention_heads": config.num_attention_heads}
-    if config.attention_type == "gqa":
-        sizes["num_key_value_heads"] = config.num_key_value_heads
-    if any(config.is_dense_layer(layer) for layer in layers):
-        sizes["intermediate_size"] = config.intermediate_size
-    if config.num_nextn_predict_layers or not all(config.is_dense_layer(layer) for layer in layers):
-        sizes["n_routed_experts"] = config.n_routed_experts
-        sizes["moe_intermediate_size * n_shared_experts"] = config.moe_intermediate_size * config.n_shared_experts
-    for key, size in sizes.items():
-        if size % world:
-            raise ConfigError(f"--tp {world} does not divide this model: its {key} is {size}; choose a divisor of it.")
+    refuse(tp_problems(config, world))
 
 
 def divide_model(model: GLM5ForCausalLM, rank: int, world: int, reduce: SumOverRanks) -> None:

@@ -50,7 +50,7 @@ class StateSaver:
         """Begin to write a state; the arguments are those of `save_state`. Waits for the state before, and raises its
         error on all ranks."""
         self.wait()
-        if not self._ranks.async_save:
+        if not self._ranks.layout.async_save:
             save_state(self._path, model, optimizer, step, extra, ranks=self._ranks)
             return
         pieces, kept = self._copied(state_pieces(model, optimizer, self._ranks)), json.loads(json.dumps(extra or {}))

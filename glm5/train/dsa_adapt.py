@@ -10,7 +10,7 @@ from torch import Tensor
 
 from glm5.chat.tokenizer import Tokenizer
 from glm5.config.recipe import DsaStage
-from glm5.config.stage_spans import with_fewer_indexers
+from glm5.config.trained_models import with_fewer_indexers
 from glm5.data.packing import Batch
 from glm5.data.shards import Shard
 from glm5.errors import ConfigError, DataError

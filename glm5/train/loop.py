@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from glm5.config.activations import check_recompute
+from glm5.config.layout_rules import recompute_problems, refuse
 from glm5.config.optim import OptimConfig
 from glm5.config.recipe import GradientStage
 from glm5.data.packing import Batch, StepCounts
@@ -34,6 +34,7 @@ from glm5.optim.schedules import begin_step, by_tokens, scheduled_rate
 from glm5.optim.table import merged, table
 from glm5.parallel.ranks import Ranks
 from glm5.train.async_save import StateSaver
+from glm5.train.auto_recompute import recompute_of
 from glm5.train.checkpoint import load_state
 from glm5.train.nonfinite import bad_gradient, bad_module, bad_weight, first_name
 from glm5.train.precision import LowPrecisionCopy, tf32
@@ -168,7 +169,8 @@ class Trainer:
     ) -> None:
         self.stage, self.config, self.io, self.loss_of, self.bias_rate = stage, stage.optim, io, loss_of, bias_rate
         self.ranks = io.ranks
-        check_recompute(model.config, stage.recompute, io.name)
+        refuse(recompute_problems(stage, model.config))
+        self.recompute = recompute_of(stage, model.config, self.ranks)
         dtype = torch.bfloat16 if stage.dtype == "bfloat16" else model.dtype
         self.model = self.ranks.shard(model, dtype, trainable)
         self.optimizer = build_optimizer(self.model, self.config, trainable)
@@ -325,7 +327,7 @@ class Trainer:
         self, part: Batch, monitored: bool, stage_pass: StagePass | None
     ) -> tuple[Tensor, StepMetrics, ForwardContext]:
         ctx = _context(part)
-        ctx.router_stats, ctx.recompute, ctx.stage_pass = [], self.stage.recompute, stage_pass
+        ctx.router_stats, ctx.recompute, ctx.stage_pass = [], self.recompute, stage_pass
         ctx.offload = Offload() if self.offloads else None
         ctx.max_logits = {} if monitored else None
         return *self.ranks.run(self.loss_of, self._computing, part, ctx), ctx

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from glm5.config.layout_rules import NO_INDEXER
 from glm5.config.recipe import CorpusStage
-from glm5.config.stage_spans import NO_INDEXER
 from glm5.data.packing import Batch
 from glm5.device import put, widened
 from glm5.errors import ConfigError

@@ -10,10 +10,11 @@ from typer.testing import CliRunner
 
 from glm5.cli import app
 from glm5.config.arithmetic import size_report
+from glm5.config.decoding import kinds_of_weights, step_bytes
 from glm5.config.model import GLM5Config
 from glm5.engine.kv_pool import PAGE, KVPool, token_bytes
 from glm5.errors import ConfigError, UsageError
-from glm5.launch.plan_serve import config_of, plan_serve, step_bytes, weight_bytes
+from glm5.launch.plan_serve import config_of, plan_serve, weight_bytes
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.parallel.tensor import divide_model
 from glm5.quant.in_place import quantise_in_place
@@ -30,6 +31,9 @@ def test_weights_are_those_of_the_model(preset: str) -> None:
     config = GLM5Config.preset(preset)
     model = GLM5ForCausalLM.deferred(config).cast(torch.bfloat16)
     found = weight_bytes(config)
+    routers = config.num_hidden_layers + 1 - config.first_k_dense_replace  # each with biases in fp32
+    assert sum(kinds_of_weights(config, 2).values()) == sum(found.values()) - 4 * config.n_routed_experts * routers
+    assert kinds_of_weights(config, 2)["experts"] == found["experts"]
     assert sum(found.values()) == built(model)
     assert model.mtp is not None and found["mtp"] == sum(t.nbytes for t in model.mtp.state_dict().values())
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from glm5.config.layout_rules import job_problems, model_problems, refuse
 from glm5.config.model import GLM5Config
 from glm5.config.parallel import Layout
 from glm5.errors import ConfigError
 from glm5.model.glm5 import GLM5ForCausalLM
-from glm5.parallel.ranks import check_layout, check_model
 
 pytestmark = pytest.mark.dist
 
@@ -186,7 +186,7 @@ def test_long_rows(job: Any, start: str, length: int) -> None:
 
 def test_layouts_that_do_not_fit() -> None:
     with pytest.raises(ConfigError, match=r"parallel.cp = 4 does not divide the 6 processes"):
-        check_layout(Layout(cp=4), 6)
+        refuse(job_problems(Layout(cp=4), 6))
     config = GLM5Config.preset("glm9b", attention_pattern="searched", efficient_attention="gdn")
     with pytest.raises(ConfigError, match=r"parallel.cp = 2 cannot divide a recurrence"):
-        check_model(Layout(cp=2), config)
+        refuse(model_problems(Layout(cp=2), config))

@@ -180,7 +180,9 @@ def test_what_ranks_cannot_do_is_said_before_anything_starts(
     with pytest.raises(ConfigError, match=r"parallel.cp = 2 does not divide the 1 process of"):
         run_pipeline(load_recipe(recipe("cp"), RunRecipe, ["parallel.cp=2"]))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match=r"the learner of stages of kind reasoning does not divide rows"):
+    with pytest.raises(
+        ConfigError, match=r"stages of kind reasoning divide neither layers nor rows \(parallel.cp = 2\)"
+    ):
         run_pipeline(load_recipe(recipe("rl", RL), RunRecipe, ["parallel.cp=2"]))
     assert not list(tmp_path.glob("*/spread"))
 

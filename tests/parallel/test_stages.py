@@ -18,6 +18,7 @@ LAYERS = 4
 PAPER = {"pp": 2, "pp_layers": [LAYERS, 0]}  # MTP on the stage before the last, the output head alone on the last
 INTERLEAVED = {"pp": 2, "pp_stages_per_rank": 2, "pp_layers": [2, 1, 1, 0]}
 SHARING = {"pp": 2, "pp_stages_per_rank": 2, "pp_layers": [1, 2, 1, 0]}  # layer 1 needs the keys that layer 0 selected
+AUTO = {"micro_rows": 1, "recompute": "auto"}
 COMPARED = ("loss", "mtp1_loss", "mtp2_loss", "indexer_kl", "grad_norm", "indexer_grad_norm", "load_max", "tokens")
 
 
@@ -42,7 +43,7 @@ def task(start: str) -> Callable[..., dict[str, Any]]:
 def results(job: Any, task: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The quick tasks by name, in two jobs: loading torch takes longer than the work."""
     two = {
-        "interleaved": task("follow", INTERLEAVED, steps=3),
+        "interleaved": task("follow", INTERLEAVED | {"memory": "3800KB"}, steps=3, options=AUTO),
         "deferred": task("gradients", PAPER | {"pp_deferred": 2}),
         "sharing": task("gradients", SHARING, indexers=False),
     }
@@ -90,7 +91,10 @@ def check_follows(one: Any, other: Any, atol: float = 1e-5) -> None:
 
 
 def test_interleaved_stages_follow_one_process(results: dict[str, Any]) -> None:
+    """With layers that recompute what the memory asks for: all ranks plan the same."""
     check_follows(results["follow"], results["interleaved"])
+    one, other = results["interleaved"]["recompute"]
+    assert one == other and len(set(map(str, one))) == 3
 
 
 @pytest.mark.long

@@ -123,7 +123,8 @@ def follow(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
 
     scores = trainer.evaluate(score, STEPS)
     routes = ranks.gather([[layer.tolist() for layer in step] for step in watch.routes])
-    return {"numbers": numbers, "scores": scores, "routes": routes, "export": exported(trainer.model, task, ranks)}
+    found = {"numbers": numbers, "scores": scores, "routes": routes, "recompute": ranks.gather(trainer.recompute)}
+    return found | {"export": exported(trainer.model, task, ranks)}
 
 
 class Reductions(TorchDispatchMode):

@@ -13,6 +13,7 @@ from torch import nn
 
 from glm5.config.model import GLM5Config
 from glm5.config.optim import OptimConfig
+from glm5.config.parallel import Layout
 from glm5.config.recipe import GradientStage
 from glm5.data.packing import Batch
 from glm5.errors import DataError
@@ -201,7 +202,7 @@ def test_a_broken_weight_ends_the_stage_by_name(
 class Pair(Ranks):
     """Two ranks in two threads that exchange values in turn, so not also in the background."""
 
-    world, async_save = 2, False
+    world, layout = 2, Layout(async_save=False)
 
     def __init__(self, rank: int, barrier: threading.Barrier, shelf: dict[int, Any]) -> None:
         self.rank, self._barrier, self._shelf = rank, barrier, shelf

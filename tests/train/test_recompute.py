@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from glm5.config.activations import check_recompute
+from glm5.config.layout_rules import recompute_problems, refuse
+from glm5.config.optim import OptimConfig
+from glm5.config.recipe import GradientStage
 from glm5.data.packing import Batch
 from glm5.errors import ConfigError
 from glm5.model.context import packed_context
@@ -82,8 +84,10 @@ def test_layers_have_settings_of_their_own(small: Callable[..., Any]) -> None:
 
 
 def test_too_few_settings_are_refused(small: Callable[..., Any]) -> None:
-    with pytest.raises(ConfigError, match="recompute has 2 settings, and the model has"):
-        check_recompute(small(seed=2).config, (True, False), "pretrain")
+    optim = OptimConfig(steps=1, lr=1e-3)
+    stage = GradientStage(kind="pretrain", name="pretrain", optim=optim, recompute=(True, False))
+    with pytest.raises(ConfigError, match="pretrain: recompute has 2 settings, and the model has"):
+        refuse(recompute_problems(stage, small(seed=2).config))
 
 
 class Operators(TorchDispatchMode):

@@ -1,0 +1,97 @@
+"""`recompute = "auto"`: the same losses as with and without recomputation, and no more bytes than are given."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from glm5.config.devices import DEVICES, RESERVED, similar_device
+from glm5.config.model import GLM5Config
+from glm5.config.optim import OptimConfig
+from glm5.config.parallel import Layout
+from glm5.config.recipe import PretrainStage
+from glm5.config.step_setting import planned_setting
+from glm5.data.packing import Batch
+from glm5.device import memory_of
+from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.obs.metrics import NullMetrics
+from glm5.parallel.ranks import Ranks
+from glm5.train.loop import StageIO, Trainer
+from glm5.train.losses import language_loss
+
+Alive: Any = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "_alive.py"))["Alive"]
+CONFIG = GLM5Config.preset("nano", use_dsa=False, vocab_size=256)
+ROWS, LENGTH = 8, 256
+
+
+def trained(folder: Path, recompute: Any, memory: str | None = None, steps: int = 2) -> tuple[list[float], int, Any]:
+    """Losses of the steps, the most bytes of tensors in them, and what was recomputed."""
+    optim = OptimConfig(steps=9, lr=1e-2, schedule="constant", monitor_every=0)
+    shape = {"rows": ROWS, "row_length": LENGTH, "mtp_depths": 1, "balance_weight": 0.0}
+    stage = PretrainStage(kind="pretrain", name="stage", optim=optim, recompute=recompute, **shape)
+    ids = torch.randint(0, CONFIG.vocab_size, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+    batch = Batch(ids, torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool))
+    ranks = Ranks("cpu", Layout(memory=memory))
+    io = StageIO("stage", folder, NullMetrics(), lambda steps, numbers: None, ranks)
+
+    def loss_of(model: Any, part: Any, ctx: Any) -> Any:
+        return language_loss(model, part, ctx, mtp_weight=0.3, mtp_depths=1)
+
+    with Alive() as alive:
+        trainer = Trainer(GLM5ForCausalLM(CONFIG), stage, io, loss_of, lambda name: True, 0.0)
+        alive.phase()
+        losses = [trainer.step(step, batch)["loss"] for step in range(steps)]
+        return losses, alive.phase()["peak"], trainer.recompute
+
+
+@pytest.mark.long
+def test_losses_are_equal_and_the_bytes_are_within_the_bound(tmp_path: Path) -> None:
+    everything, most, _ = trained(tmp_path, False)
+    inputs, least, _ = trained(tmp_path, True)
+    assert everything == inputs and least < 0.7 * most
+    seen = set()
+    for share in (0.25, 0.5, 0.75):
+        usable = least + share * (most - least)
+        losses, peak, modes = trained(tmp_path, "auto", f"{round(usable / (1 - RESERVED) / 1000)}KB")
+        assert losses == everything and least <= peak <= usable
+        assert len(modes) == CONFIG.num_hidden_layers + 1 and len(set(modes)) > 1
+        seen.add(modes)
+    assert len(seen) == 3
+
+
+def test_without_a_bound_it_is_the_device_s_memory(tmp_path: Path) -> None:
+    assert memory_of(torch.device("cpu")) > 1e8
+    assert set(trained(tmp_path, "auto", steps=0)[2]) == {False}
+    assert set(trained(tmp_path, "auto", "1KB", steps=0)[2]) == {True}
+
+
+def test_units_and_names() -> None:
+    sizes = {"70GiB": 70 * 2**30, "64 GB": 64e9, "1.5MiB": 1.5 * 2**20, "200MB": 2e8, "7KB": 7e3}
+    assert {text: Layout(memory=text).memory_bytes for text in sizes} == sizes
+    assert Layout().memory_bytes is None
+    for text in ("70", "GiB", "-1GB", "1TB", "1e3GB"):
+        with pytest.raises(ValueError, match="memory"):
+            Layout(memory=text)
+    for name, key in {"NVIDIA A100-SXM4-80GB": "a100", "Ascend910B2": "ascend-910b", "Other": "h100"}.items():
+        assert similar_device(name, 5.0).flops == DEVICES[key].flops
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_more_memory_recomputes_less(pp: int) -> None:
+    """Eight processes, in stages or not: never more layers with more memory, and the fullest process within it."""
+    config = GLM5Config.preset("base", use_dsa=False)
+    optim = OptimConfig(steps=1, lr=1e-3)
+    shape = {"rows": 64, "micro_rows": 8, "row_length": 4096, "dtype": "bfloat16", "recompute": "auto"}
+    stage = PretrainStage(kind="pretrain", name="s", optim=optim, **shape)
+    again = []
+    for memory in (30e9, 40e9, 60e9, 120e9, 400e9):
+        device = similar_device("h100", memory)
+        setting, peak = planned_setting(stage, config, Layout(pp=pp), 8, device)
+        modes = setting.forward.recompute
+        assert isinstance(modes, tuple) and peak is not None and (peak <= device.usable or set(modes) == {True})
+        again.append(modes.count(True))
+    assert again == sorted(again, reverse=True) and again[-1] == 0 < again[0]
