@@ -1,4 +1,4 @@
-"""The KV pool: pages of a fixed number of tokens, with the latents and indexer keys of all layers."""
+"""The KV pool: pages of a fixed number of tokens, with the latents of all layers and the keys of their indexers."""
 
 from __future__ import annotations
 
@@ -153,11 +153,13 @@ class KVPool:
 
 
 def token_bytes(config: GLM5Config, dtype: torch.dtype, packed: bool = False) -> int:
-    """Cache bytes per token over all layers, the MTP layer included; `packed`: see `LatentCache`."""
-    layers = config.num_hidden_layers + config.num_nextn_predict_layers
-    keeping = sum(not config.is_recurrent(layer) for layer in range(layers))
-    latent, key = config.cache_values_per_token, config.index_head_dim if config.use_dsa else 0
+    """Cache bytes per token over all layers, the MTP layer included: latents of each, and index keys of those with an
+    indexer of their own. `packed`: see `LatentCache`."""
+    layers = range(config.num_hidden_layers + config.num_nextn_predict_layers)
+    keeping = sum(not config.is_recurrent(layer) for layer in layers)
+    indexing = sum(config.caches_index_keys(layer) for layer in layers)
+    latent, key = config.cache_values_per_token, config.index_head_dim
     if packed:
         rank = config.kv_lora_rank
-        return keeping * (packed_width(rank, latent - rank, dtype) + packed_width(key, 0, dtype))
-    return max(1, keeping * (latent + key) * dtype.itemsize)
+        return keeping * packed_width(rank, latent - rank, dtype) + indexing * packed_width(key, 0, dtype)
+    return max(1, (keeping * latent + indexing * key) * dtype.itemsize)

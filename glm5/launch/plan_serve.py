@@ -178,16 +178,24 @@ def _row(
 
 def step_bytes(config: GLM5Config, weights: dict[str, int], per_token: int, batch: int, context: int) -> float:
     """Bytes that a rank reads in a decoding step at least: weights but for the embedding, MTP and experts that no
-    sequence chose (even, independent choices), and of the cache the index keys of the context and the selected latents,
-    or all latents."""
+    sequence chose (even, independent choices), and of the cache the index keys of the context in the layers with an
+    indexer and the selected latents, or all latents."""
     left = (1 - config.num_experts_per_tok / max(1, config.n_routed_experts)) ** batch
     layers = config.num_hidden_layers
-    each = per_token * layers / (layers + config.num_nextn_predict_layers)
-    keys = config.index_head_dim if config.use_dsa else 0
-    share = keys / (keys + config.cache_values_per_token)
+    keys, latents = _cached_values(config, layers)
+    share = keys / max(1, keys + latents)
+    both = sum(_cached_values(config, layers + config.num_nextn_predict_layers))
+    each = per_token * (keys + latents) / max(1, both)
     read = min(context, config.index_topk or context) if config.selects_keys else context
     cache = each * (share * context * config.selects_keys + (1 - share) * read)
     return weights["other"] + weights["experts"] * (1 - left) + batch * cache
+
+
+def _cached_values(config: GLM5Config, layers: int) -> tuple[int, int]:
+    """Elements of index keys and of latents that the first layers cache per token."""
+    indexing = sum(config.caches_index_keys(layer) for layer in range(layers))
+    keeping = sum(not config.is_recurrent(layer) for layer in range(layers))
+    return indexing * config.index_head_dim, keeping * config.cache_values_per_token
 
 
 def table(found: Report) -> str:

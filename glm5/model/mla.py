@@ -115,7 +115,9 @@ class MLA(nn.Module):
         q = self.q_b_proj(q_latent, ctx.exact).unflatten(-1, (self.heads, self.nope + self.rope_dim))
         index_q = None if index is None else index.queries(q_latent, ctx)
         q, index_q = mla_absorb(q, self._up()[0], index_q, cos, sin)
-        state = None if index is None else IndexerState(ctx.rows(index_q), index_keys, ctx.rows(index_w))
+        state = None
+        if index is not None and index_keys is not None:
+            state = IndexerState(ctx.rows(index_q), index_keys, ctx.rows(index_w))
         return ctx.rows(q), latents, state
 
     def _index(self, x: Tensor, q_latent: Tensor, ctx: ForwardContext) -> IndexerState | None:
