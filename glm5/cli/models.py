@@ -153,6 +153,9 @@ def serve(
     expert_parallel: Annotated[
         bool, typer.Option("--expert-parallel", help="Divide the experts among the --dp engines, which step together.")
     ] = False,
+    flash_comm: Annotated[
+        str | None, typer.Option(help="With --tp: plain or int8, divides prompts' tokens between layers.")
+    ] = None,
     prefill_engines: Annotated[
         int, typer.Option(min=0, help="Engine processes that only read prompts, for --decode-engines.")
     ] = 0,
@@ -217,6 +220,7 @@ def serve(
     )
     limits = Limits(
         body_bytes=max_body_mb << 20,
+        flash_comm=flash_comm,
         requests=max_requests,
         samples=max_samples,
         tokens=max_tokens,
