@@ -368,7 +368,8 @@ def test_engines_are_added_and_taken_away_under_load(
     forks: Any, checkpoint: Path, tmp_path: Path, expected: dict[tuple[str, str], str]
 ) -> None:
     """One engine, two, and one again, twice, while clients ask: no answer is lost, refused or wrong."""
-    server = Routed(forks, checkpoint, tmp_path / "t", ", most=2", engines=1)
+    calm = PATIENCE.replace("answer=6.0", "answer=60.0")  # on a busy machine no engine must count as hung
+    server = Routed(forks, checkpoint, tmp_path / "t", ", most=2", engines=1, patience=calm)
 
     def resize(count: int) -> None:
         assert server.client.post("/workers", json={"engines": count}).status_code == 200
@@ -399,6 +400,7 @@ def test_engines_are_added_and_taken_away_under_load(
             assert server.value("glm5_router_role_tokens_per_second") > 0
     assert not load.wrong, load.wrong[:3]
     assert set(load.counts) <= {"whole", "streamed"} and load.counts.total() > 24, load.counts
+    print(f"grown and shrunk twice: {dict(load.counts)}, slowest {load.slowest:.1f} s")
     assert server.value("glm5_router_retries_total") == server.value("glm5_router_streams_cut_total") == 0
     assert [worker["replaced"] for worker in server.workers()] == [0, 0]
     server.end()
