@@ -3,9 +3,11 @@
 `two` is two processes with half of the threads each, `one` is one process with all threads, on the same random
 checkpoint; they take turns, so that a slow moment of the machine hits both. `bytes` are those of all weights on each
 rank. `single` decodes one stream, `batch` sixteen, `prompt` reads prompts of 512 tokens; numbers are medians of tokens
-per second and, in brackets, smallest and largest. `ratio` is `two` over `one`.
+per second and, in brackets, smallest and largest. `ratio` is `two` over `one`. With `--flash-comm`, `one` is two
+processes too, which sum in one piece.
 
     python benchmarks/tensor_parallel.py [--preset small] [--ranks 2] [--repeats 5] [--dtype float32]
+        [--flash-comm plain|int8]
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--flash-comm", choices=("plain", "int8"))
     parser.add_argument("--contestant", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -57,7 +60,8 @@ def serve(args: argparse.Namespace) -> None:
     from glm5.engine.tensor_parallel_group import tensor_bytes
 
     path = Path(args.folder)
-    engine = Engine.from_pretrained(path, dtype=args.dtype, device="cpu", tp=args.contestant, exact=False)
+    ranks, form = args.contestant, args.flash_comm
+    engine = Engine.from_pretrained(path, dtype=args.dtype, device="cpu", tp=ranks, exact=False, flash_comm=form)
     sizes = [tensor_bytes(engine.model)]
     if isinstance(engine, TpEngine):
         sizes = engine.group.bytes
@@ -67,9 +71,9 @@ def serve(args: argparse.Namespace) -> None:
     engine.close()
 
 
-def start(args: argparse.Namespace, ranks: int, threads: int, folder: str) -> Any:
+def start(args: argparse.Namespace, ranks: int, threads: int, folder: str, *form: str) -> Any:
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
-    own = ["--contestant", str(ranks), "--folder", folder, "--dtype", args.dtype]
+    own = ["--contestant", str(ranks), "--folder", folder, "--dtype", args.dtype, *form]
     pipe = subprocess.PIPE
     process = subprocess.Popen([sys.executable, __file__, *own], stdin=pipe, stdout=pipe, text=True, env=environment)
     assert process.stdout is not None
@@ -88,9 +92,11 @@ def main() -> None:
     cores = len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as folder:
         GLM5ForCausalLM(GLM5Config.preset(args.preset)).save_pretrained(folder)
+        form = ("--flash-comm", args.flash_comm) if args.flash_comm else ()
+        fewer = args.ranks if form else 1
         contestants = {
-            "two": start(args, args.ranks, max(1, cores // args.ranks), folder),
-            "one": start(args, 1, cores, folder),
+            "two": start(args, args.ranks, max(1, cores // args.ranks), folder, *form),
+            "one": start(args, fewer, max(1, cores // fewer), folder),
         }
         found: dict[str, Any] = {name: told for name, (_, told) in contestants.items()}
         for job in ("single", "batch", "prompt"):

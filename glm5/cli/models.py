@@ -149,7 +149,13 @@ def serve(
         list[str], typer.Option(help="Address whose X-Forwarded headers are trusted; repeatable.")
     ] = [],  # noqa: B006
     dp: Annotated[int, typer.Option(min=1, help="Engine processes; a router keeps each session on one.")] = 1,
+    max_engines: Annotated[
+        int | None, typer.Option(min=1, help="Most engine processes; POST /workers may add some to --dp.")
+    ] = None,
     tp: Annotated[int, typer.Option(min=1, help="Processes (devices) per engine; each has a part of every layer.")] = 1,
+    flash_comm: Annotated[
+        str | None, typer.Option(help="With --tp: plain or int8, divides prompts' tokens between layers.")
+    ] = None,
     expert_parallel: Annotated[
         bool, typer.Option("--expert-parallel", help="Divide the experts among the --dp engines, which step together.")
     ] = False,
@@ -214,6 +220,7 @@ def serve(
         None if disk_cache is None else str(disk_cache),
         disk_cache_mb << 20,
         dp if expert_parallel else 1,
+        flash_comm=flash_comm,
     )
     limits = Limits(
         body_bytes=max_body_mb << 20,
@@ -229,7 +236,7 @@ def serve(
     if expert_parallel and dp == 1:
         raise UsageError("--expert-parallel divides the experts among several engines; give --dp too.")
     engines = prefill_engines + decode_engines or dp
-    if engines == 1:
+    if engines == 1 and (max_engines or 1) == 1:
         from glm5.serve.app import run
 
         run(model, host, port, key, access=access, limits=limits, options=options, prefill_servers=servers)
@@ -244,6 +251,7 @@ def serve(
             access=access,
             engines=engines,
             prefill=prefill_engines,
+            most=max_engines,
             limits=limits,
             options=options,
             prefill_servers=servers,

@@ -21,19 +21,21 @@ def kinds_of_weights(config: GLM5Config, item: int) -> dict[str, int]:
     return found
 
 
-def caching_layers(config: GLM5Config) -> int:
-    """Number of layers that cache tokens, the MTP layer included."""
-    layers = config.num_hidden_layers + config.num_nextn_predict_layers
-    return sum(not config.is_recurrent(layer) for layer in range(layers))
+def caching_layers(config: GLM5Config, layers: int) -> tuple[int, int]:
+    """Of the first layers, how many cache index keys (those with an indexer of their own) and how many latents."""
+    indexing = sum(config.caches_index_keys(layer) for layer in range(layers))
+    return indexing, sum(not config.is_recurrent(layer) for layer in range(layers))
 
 
 def bytes_per_token(config: GLM5Config, item: int) -> int:
     """Cache bytes of a token over all layers, the MTP layer included, `item` bytes per number."""
-    return (
-        caching_layers(config)
-        * (config.cache_values_per_token + (config.index_head_dim if config.use_dsa else 0))
-        * item
-    )
+    return sum(_cached(config, config.num_hidden_layers + config.num_nextn_predict_layers)) * item
+
+
+def _cached(config: GLM5Config, layers: int) -> tuple[int, int]:
+    """Numbers of index keys and of latents that the first layers cache per token."""
+    indexing, caching = caching_layers(config, layers)
+    return indexing * config.index_head_dim, caching * config.cache_values_per_token
 
 
 def step_bytes(config: GLM5Config, weights: dict[str, int], per_token: int, batch: int, context: int) -> float:
@@ -41,10 +43,9 @@ def step_bytes(config: GLM5Config, weights: dict[str, int], per_token: int, batc
     sequence chose, and of the cache (`per_token` bytes, MTP's included) the index keys of the context and the selected
     latents, or all latents."""
     left = (1 - config.num_experts_per_tok / max(1, config.n_routed_experts)) ** batch
-    layers = config.num_hidden_layers
-    each = per_token * layers / (layers + config.num_nextn_predict_layers)
-    keys = config.index_head_dim if config.use_dsa else 0
-    share = keys / (keys + config.cache_values_per_token)
+    keys, latents = _cached(config, config.num_hidden_layers)
+    share = keys / max(1, keys + latents)
+    each = per_token * (keys + latents) / max(1, bytes_per_token(config, 1))
     read = min(context, config.index_topk or context) if config.selects_keys else context
     cache = each * (share * context * config.selects_keys + (1 - share) * read)
     return weights["other"] + weights["experts"] * (1 - left) + batch * cache

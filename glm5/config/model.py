@@ -285,6 +285,10 @@ class GLM5Config(BaseModel):
     def _by_frequency(self, layer: int) -> bool:
         return max(layer - self.index_skip_topk_offset + 1, 0) % self.index_topk_freq == 0
 
+    def caches_index_keys(self, layer: int) -> bool:
+        """Whether a layer selects keys itself, and so caches an index key of every token."""
+        return self.selects_keys and self.computes_topk(layer) and not self.is_recurrent(layer)
+
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> GLM5Config:
         """A named architecture, e.g. `GLM5Config.preset("tiny", vocab_size=4096)`."""

@@ -175,14 +175,16 @@ class Engine:
         ep_rank: int = 0,
         ep_meeting: str = "",
         quantize: str | None = None,
+        flash_comm: str | None = None,
         **options: Any,
     ) -> Engine:
         """Load the model and, if the directory has one, the tokenizer. `device` goes to `choose_device`,
         `chat_template` to `Tokenizer.load`, `options` to the constructor. `tp` processes divide every layer (see
         `tensor_parallel.TpEngine`); `close` ends them. With `ep`, this is engine `ep_rank` of so many that divide the
-        experts (see `expert_parallel`). `quantize` names a scheme whose rounding is done
-        while loading ("int8", "int4", "fp8"; see `quant.in_place`). On CPUs and GPUs, integer matrices of checkpoints
-        with int8 activations stay integers."""
+        experts (see `expert_parallel`). `quantize` names a scheme whose rounding is done while loading ("int8", "int4",
+        "fp8"; see `quant.in_place`). On CPUs and GPUs, integer matrices of checkpoints with int8 activations stay
+        integers. `flash_comm` "plain" or "int8" makes the processes of `tp` divide the tokens of prompts between layers
+        (see `parallel.tensor.SplitSums`)."""
         directory = Path(path)
         tokenizer = Tokenizer.load(directory, chat_template) if (directory / "tokenizer.json").exists() else None
         if ep > 1:
@@ -192,12 +194,14 @@ class Engine:
 
             options.pop("graphs", None)
             return ExpertParallelEngine.start(directory, tokenizer, ep_rank, ep, ep_meeting, dtype, device, **options)
+        if flash_comm is not None and tp == 1:
+            raise EngineError("--flash-comm is for the processes of --tp; give --tp too, or leave it out.")
         if tp > 1:
             if options.get("cache_dtype") is not None:
                 raise EngineError("An int8 cache (--cache-dtype) needs an engine of one process; leave out --tp.")
             from glm5.engine.tensor_parallel import TpEngine
 
-            return TpEngine.start(directory, tokenizer, tp, dtype, device, quantize, **options)
+            return TpEngine.start(directory, tokenizer, tp, dtype, device, quantize, flash_comm, **options)
         return cls(load_for_inference(directory, dtype, device, quantize), tokenizer, **options)
 
     def weight_digests(self) -> list[int]:

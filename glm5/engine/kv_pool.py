@@ -1,4 +1,4 @@
-"""The KV pool: pages of a fixed number of tokens, with the latents and indexer keys of all layers."""
+"""The KV pool: pages of a fixed number of tokens, with the latents of all layers and the keys of their indexers."""
 
 from __future__ import annotations
 
@@ -154,9 +154,11 @@ class KVPool:
 
 
 def token_bytes(config: GLM5Config, dtype: torch.dtype, packed: bool = False) -> int:
-    """Cache bytes per token over all layers, the MTP layer included; `packed`: see `LatentCache`."""
+    """Cache bytes per token over all layers, the MTP layer included: latents of each, and index keys of those with an
+    indexer of their own. `packed`: see `LatentCache`."""
     if not packed:
         return max(1, bytes_per_token(config, dtype.itemsize))
-    rank, key = config.kv_lora_rank, config.index_head_dim if config.use_dsa else 0
-    width = packed_width(rank, config.cache_values_per_token - rank, dtype) + packed_width(key, 0, dtype)
-    return caching_layers(config) * width
+    indexing, caching = caching_layers(config, config.num_hidden_layers + config.num_nextn_predict_layers)
+    rank = config.kv_lora_rank
+    latent = packed_width(rank, config.cache_values_per_token - rank, dtype)
+    return caching * latent + indexing * packed_width(config.index_head_dim, 0, dtype)

@@ -51,7 +51,8 @@ class Lockstep:
         self._group, self._store, self._empty = group, bells[0], empty
         self._number = self._phase = 0  # rounds so far; times that all went to sleep
         self._awake = False
-        self._heard = -1
+        self._heard = -1  # the last bell that the other thread has heard
+        self._removed = 0  # bells that are no longer in the store
         self._acts: list[Callable[[], None]] = []
         threading.Thread(target=self._listen, args=(bells[1],), name="glm5-bell", daemon=True).start()
 
@@ -93,14 +94,22 @@ class Lockstep:
         if not self._awake and self._heard < self._phase:
             self._store.set(f"bell{self._phase}", "")
         self._awake = True
-        told = torch.tensor([want, detail])
+        told = torch.tensor([want, detail, self._heard])
         found = [torch.empty_like(told) for _ in range(self._group.size())]
         self._group.allgather([found], [told]).wait()
         self._number += 1
+        self._remove_bells(min(int(one[2]) for one in found))
         decided = decide([int(one[0]) for one in found], self._number)
         if decided == SLEEP:
             self._awake, self._phase = False, self._phase + 1
         return decided, [int(one[1]) for one in found]
+
+    def _remove_bells(self, heard: int) -> None:
+        """Remove bells up to `heard` from the store: all engines have heard them, so none waits for one of them. No
+        engine rings one again either, for it does so before its first round of a phase only."""
+        for phase in range(self._removed, heard + 1 if self._group.rank() == 0 else 0):
+            self._store.delete_key(f"bell{phase}")
+            self._removed = phase + 1
 
     def _listen(self, store: dist.Store) -> None:
         phase = 0

@@ -33,7 +33,7 @@ def fingerprint(engine: Engine) -> str:
     """The same for two engines whose pages for the same tokens are the same: equal cache, numerical mode and weights,
     on all ranks of a divided model."""
     found, pool, division = blake2b(digest_size=16), engine.pool, division_of(engine.model)
-    ranks = 1 if division is None else division.world
+    ranks = 1 if division is None else (division.world, division.rounds)
     form = [PAGE, pool.page_bytes(1), str(pool.cache.dtype), pool.cache.packed, engine.exact, ranks]
     found.update(repr([*form, str(engine.model.device.type), engine.model.scheme, engine.drafts > 0]).encode())
     found.update(json.dumps(engine.model.config.to_dict(), sort_keys=True).encode())

@@ -120,16 +120,21 @@ class TpEngine(Engine):
         dtype: str,
         device: str,
         quantize: str | None = None,
+        flash_comm: str | None = None,
         **options: Any,
     ) -> TpEngine:
         """Start the processes, and load a checkpoint directory (see `Engine.from_pretrained`). Raises ConfigError for
-        `quantize`, whose integers are not divided."""
+        `quantize`, whose integers are not divided, and for `flash_comm` that is unknown or rounds in exact mode."""
         if quantize is not None:
             raise ConfigError("quantize needs one process per engine; leave out --tp.")
+        if flash_comm not in (None, "plain", "int8"):
+            raise ConfigError(f"--flash-comm is plain or int8, not {flash_comm!r:.20}.")
+        if flash_comm == "int8" and options.get("exact", True):
+            raise ConfigError("--flash-comm int8 rounds what ranks send; take plain, or --fast instead of --exact.")
         check_divisible(GLM5Config.load(directory), world)
         group = Group(world, device)
         try:
-            return cls(group, group.load(directory, dtype), tokenizer, **options)
+            return cls(group, group.load(directory, dtype, flash_comm), tokenizer, **options)
         except BaseException:
             group.close()
             raise

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -28,7 +29,7 @@ from glm5.errors import ConfigError, EngineError, EngineLost
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.model.hf_weights import verify_checkpoint
 from glm5.obs.logs import get_logger
-from glm5.parallel.tensor import check_divisible, divide_model, fill_divided
+from glm5.parallel.tensor import SplitSums, check_divisible, divide_model, fill_divided
 from glm5.process import python_path
 
 log = get_logger("engine")
@@ -78,10 +79,12 @@ class Wire:
 
 
 class Collectives:
-    """Sums and copies of tensors between the ranks, once `join` has connected them."""
+    """Sums, gathers and copies of tensors between the ranks, once `join` has connected them. `sent` counts the bytes
+    that this rank has sent in sums and gathers, by kind; those of an all-reduce as in a ring."""
 
     def __init__(self, rank: int, world: int, device: torch.device) -> None:
         self.rank, self.world, self.device = rank, world, device
+        self.sent: Counter[str] = Counter()
         self._group: Any = None
 
     def join(self, store: dist.Store) -> None:
@@ -104,13 +107,39 @@ class Collectives:
         added in rank order, so that their place in the tensor does not change their bits."""
         x = x.contiguous()
         if exact and self.world > 2:  # two numbers have one order
+            self.sent["sum"] += (self.world - 1) * x.nbytes
             parts = [torch.empty_like(x) for _ in range(self.world)]
             self._group.allgather([parts], [x]).wait()
             for part in parts[1:]:
                 parts[0] += part
             return parts[0]
+        self.sent["sum"] += 2 * (self.world - 1) * x.nbytes // self.world
         self._group.allreduce([x], dist.AllreduceOptions()).wait()
         return x
+
+    def sum_parts(self, parts: Tensor) -> Tensor:
+        """See `parallel.tensor.Ranks`: every rank gets the parts that are its own, and adds them."""
+        parts = parts.contiguous()
+        self.sent["reduce-scatter"] += (self.world - 1) * parts.nbytes // self.world
+        own = torch.empty_like(parts)
+        exchange = getattr(self._group, "all_to_all_single", None) or self._group.alltoall_base
+        exchange(own, parts, [], []).wait()
+        for part in own[1:]:
+            own[0] += part
+        return own[0]
+
+    def gather(self, x: Tensor) -> Callable[[], Tensor]:
+        """See `parallel.tensor.Ranks`."""
+        x = x.contiguous()
+        self.sent["gather"] += (self.world - 1) * x.nbytes
+        parts = x.new_empty(self.world, *x.shape)
+        work = self._group.allgather([list(parts.unbind())], [x])
+
+        def wait() -> Tensor:
+            work.wait()
+            return parts.flatten(0, 1)
+
+        return wait
 
     def copy(self, x: Tensor) -> Tensor:
         """Overwrite `x` [...] on all ranks with that of rank 0."""
@@ -200,14 +229,14 @@ class Group:
             watcher.start()
         atexit.register(self.close)  # before the pipes are closed, which a watcher would take for a failure
 
-    def load(self, directory: Path, dtype: str) -> GLM5ForCausalLM:
-        """This rank's part of the model in a checkpoint directory, while the others load theirs. Raises like
-        `from_pretrained`, ConfigError for a model that cannot be divided, EngineLost."""
+    def load(self, directory: Path, dtype: str, flash_comm: str | None = None) -> GLM5ForCausalLM:
+        """This rank's part of the model in a checkpoint directory, while the others load theirs. `flash_comm`: see
+        `load_part`. Raises like `from_pretrained`, ConfigError for a model that cannot be divided, EngineLost."""
         whole = GLM5ForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype), device="meta")
         check_divisible(whole.config, self.world)
-        self.tell({"do": "load", "directory": str(directory), "dtype": dtype})
+        self.tell({"do": "load", "directory": str(directory), "dtype": dtype, "flash_comm": flash_comm})
         verify_checkpoint(directory)  # for all ranks
-        model = load_part(whole, self.collectives)
+        model = load_part(whole, self.collectives, flash_comm)
         self.bytes = [tensor_bytes(model), *(answer["bytes"] for answer in self.answers())]
         megabytes = ", ".join(f"{size / 1e6:,.1f}" for size in self.bytes)
         log.info("%s: weights divided over %d ranks, MB on each: %s", directory, self.world, megabytes)
@@ -292,9 +321,11 @@ class Group:
         self.fail(f"{name} {how}; start the engine again.")
 
 
-def load_part(model: GLM5ForCausalLM, ranks: Collectives) -> GLM5ForCausalLM:
-    """Divide a deferred model, and load this rank's part of it."""
-    divide_model(model, ranks.rank, ranks.world, ranks.sum)
+def load_part(model: GLM5ForCausalLM, ranks: Collectives, flash_comm: str | None = None) -> GLM5ForCausalLM:
+    """Divide a deferred model, and load this rank's part of it. `flash_comm`: None, "plain" or "int8" (see
+    `SplitSums`)."""
+    split = None if flash_comm is None else SplitSums(ranks, rounds=flash_comm == "int8")
+    divide_model(model, ranks.rank, ranks.world, ranks.sum, split)
     fill_divided(model, ranks.device)
     return model.eval()
 

@@ -36,12 +36,12 @@ class Rank:
         self._ranks = Collectives(rank, world, device)
         self._exact = True
 
-    def load(self, directory: str, dtype: str) -> None:
+    def load(self, directory: str, dtype: str, flash_comm: str | None) -> None:
         """Load this rank's part of a checkpoint; rank 0 has checked it, and warns."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             whole = GLM5ForCausalLM.from_pretrained(Path(directory), dtype=getattr(torch, dtype), device="meta")
-        self.model = load_part(whole, self._ranks)
+        self.model = load_part(whole, self._ranks, flash_comm)
         self._wire.send({"bytes": tensor_bytes(self.model)})
 
     def join(self) -> None:

@@ -41,11 +41,13 @@ class RecurrentState:
 
 
 class LatentCache:
-    """The KV cache: latents and indexer keys of every layer, the MTP layer last, allocated together.
+    """The KV cache: latents of every layer and indexer keys of those that select keys, the MTP layer last, allocated
+    together.
 
     `latents` [layers, rows, capacity, cache_values_per_token] (GQA: keys and values side by side), `index_keys`
-    [layers, rows, capacity, index_head_dim]. A row is a whole sequence in `cache_context`, a page in `paged_context`.
-    Recurrent layers have their state in `recurrent` instead, one per sequence, `states` in all.
+    [indexers, rows, capacity, index_head_dim]; `slots` and `index_slots` are the places of a layer in them. A row is a
+    whole sequence in `cache_context`, a page in `paged_context`. Recurrent layers have their state in `recurrent`
+    instead, one per sequence, `states` in all.
     A query at position p reads positions 0..p of its sequence. Later slots (padding, rejected drafts) are overwritten
     before they are read.
     With `packed`, rows are int8 with a scale each (see `glm5.ops.cache_rows`): the latents of MLA without their rotary
@@ -65,10 +67,11 @@ class LatentCache:
     ) -> None:
         layers = range(config.num_hidden_layers + config.num_nextn_predict_layers)
         keeping = [layer for layer in layers if not config.is_recurrent(layer)]
+        indexing = [layer for layer in layers if config.caches_index_keys(layer)]
         self.slots = {layer: slot for slot, layer in enumerate(keeping)}
+        self.index_slots = {layer: slot for slot, layer in enumerate(indexing)}
         self.rows, self.capacity = rows, round_up(capacity, KEY_TILE)
-        width = config.cache_values_per_token
-        index_width = config.index_head_dim if config.use_dsa else 0
+        width, index_width = config.cache_values_per_token, config.index_head_dim if indexing else 0
         self.dtype, self.packed = dtype, packed
         self.values = config.kv_lora_rank if packed else 0
         if packed:
@@ -76,7 +79,7 @@ class LatentCache:
             index_width = packed_width(index_width, 0, dtype)
         stored = torch.int8 if packed else dtype
         self.latents = torch.zeros(len(keeping), rows, self.capacity, width, dtype=stored, device=device)
-        self.index_keys = torch.zeros(len(keeping), rows, self.capacity, index_width, dtype=stored, device=device)
+        self.index_keys = torch.zeros(len(indexing), rows, self.capacity, index_width, dtype=stored, device=device)
         self.recurrent = RecurrentState(config, rows if states is None else states, dtype, device)
 
     def grow(self, rows: int) -> None:
@@ -208,13 +211,13 @@ class ForwardContext:
             x = x[: batch * length]
         return x.view(batch, length, *x.shape[1:])
 
-    def pools(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """The layer's latents and index keys in the cache, if there is one: pools [R, S, ...] that `pages` refers to,
-        not copies. `places` are the slots of this batch."""
+    def pools(self, layer: int) -> tuple[Tensor, Tensor | None] | None:
+        """The layer's latents and, if it selects keys, index keys in the cache, if there is one: pools [R, S, ...] that
+        `pages` refers to, not copies. `places` are the slots of this batch."""
         if self.cache is None or self.places is None:
             return None
-        slot = self.cache.slots[layer]
-        return self.cache.latents[slot], self.cache.index_keys[slot]
+        slot = self.cache.index_slots.get(layer)
+        return self.cache.latents[self.cache.slots[layer]], None if slot is None else self.cache.index_keys[slot]
 
     def store(self, layer: int, latents: Tensor, index_keys: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Write the latents and index keys [B, T, ...] of this batch into the cache, if there is one. Returns what its
@@ -229,7 +232,7 @@ class ForwardContext:
             latents = pack_rows(latents, self.cache.values)
             index_keys = None if index_keys is None else pack_rows(index_keys, index_keys.shape[-1])
         pool.view(-1, pool.shape[-1]).index_copy_(0, self.places, latents.flatten(0, 1))
-        if index_keys is None:
+        if index_keys is None or keys is None:
             return pool, None
         keys.view(-1, keys.shape[-1]).index_copy_(0, self.places, index_keys.flatten(0, 1))
         return pool, keys

@@ -44,21 +44,24 @@ class Indexer(nn.Module):
         self.k_norm = nn.LayerNorm(self.dim, eps=1e-6)
         self.weights_proj = linear(config.hidden_size, self.heads)
 
-    def project(self, x: Tensor, q_latent: Tensor, ctx: ForwardContext, theta: float) -> IndexerState:
-        """x [M, D] (after the input norm) and q_latent [M, q_lora_rank] (after its norm), both flat."""
+    def products(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
+        """What keys [M, d] and head weights [M, J] are made of: products of x [M, D] flat, after the input norm."""
+        return self.wk(x, ctx.exact), self.weights_proj(x, ctx.exact)
+
+    def project(
+        self, products: tuple[Tensor, Tensor], q_latent: Tensor, ctx: ForwardContext, theta: float
+    ) -> IndexerState:
+        """The state of one batch from the `products` and q_latent [M, q_lora_rank] (after its norm), both flat."""
         cos, sin = ctx.rope(self.rope_dim, theta)
+        key, weights = products
         q = rope(self.queries(q_latent, ctx), cos, sin)
-        k = rope(self.k_norm(self.wk(x, ctx.exact)).unsqueeze(1), cos, sin).squeeze(1)
-        w = self.weights_proj(x, ctx.exact).to(wide(x.dtype)) * self.heads**-0.5
+        k = rope(self.k_norm(key).unsqueeze(1), cos, sin).squeeze(1)
+        w = weights.to(wide(weights.dtype)) * self.heads**-0.5
         return IndexerState(ctx.rows(q), ctx.rows(k), ctx.rows(w))
 
     def queries(self, q_latent: Tensor, ctx: ForwardContext) -> Tensor:
         """[M, J, d] without RoPE."""
         return self.wq_b(q_latent, ctx.exact).unflatten(-1, (self.heads, self.dim))
-
-    def parts_of_key(self, x: Tensor, ctx: ForwardContext) -> list[Tensor]:
-        """What `mla_latents` makes keys and head weights of: two projections of x, weight and bias of the norm."""
-        return [self.wk(x, ctx.exact), self.weights_proj(x, ctx.exact), self.k_norm.weight, self.k_norm.bias]
 
     def select(self, state: IndexerState, ctx: ForwardContext) -> Tensor:
         """Selected key slots [B, T, K], ascending, -1 = empty. K is the smaller of index_topk and the number of

@@ -116,7 +116,7 @@ class IntegerCopies:
 
 
 class Plan:
-    """Locations of the weights in the order of `fused_blocks`, and the fields of `Layer` after its slot.
+    """Locations of the weights in the order of `fused_blocks`, and the fields of `Layer` after its slots.
 
     `suits` is False for a block of another kind, and for weights that are neither integers nor contiguous plain tensors
     of `dtype`.
@@ -177,8 +177,9 @@ class Plan:
 
     def layers(self, cache: LatentCache) -> list[int]:
         """`Layer` of native/fused.h, one after the other."""
-        slots = [cache.slots[attention.layer] for attention in self.attention]
-        return [number for slot, form in zip(slots, self.forms, strict=True) for number in (slot, *form)]
+        layers = [attention.layer for attention in self.attention]
+        places = [(cache.slots[layer], cache.index_slots.get(layer, -1)) for layer in layers]
+        return [number for place, form in zip(places, self.forms, strict=True) for number in (*place, *form)]
 
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
         """Plain weights and biases as they are now."""
@@ -218,7 +219,7 @@ class Plan:
         else:
             inner, shared = mlp.down_proj.weight.shape[1], 0
             self._take_mlp(mlp)
-        self.forms.append((int(index is not None), int(isinstance(mlp, MoE)), inner, shared))
+        self.forms.append((int(isinstance(mlp, MoE)), inner, shared))
         if (inner % 16 or shared % 16) and any(isinstance(weight, IntegerWeight) for weight in self.weights):
             self.suits = False  # sixteen rows of integers lie together, and none may be of gate and up
 

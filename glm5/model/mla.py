@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -23,7 +25,12 @@ class MLA(nn.Module):
     values. The absorbed form maps the query into latent space instead. In exact mode, dense attention is sparse
     attention that selects every key: only this form gives learner and engine the same bits. A layer without an indexer
     (IndexShare "shared") reuses the indices of the nearest earlier layer that has one.
+
+    If `gather` is set, x has this rank's tokens only (see `parallel.tensor`). It begins to gather a product [R, ...] of
+    them, and returns what waits for that of all ranks' tokens, [M, ...].
     """
+
+    gather: Callable[[Tensor], Callable[[], Tensor]] | None = None
 
     def __init__(self, config: GLM5Config, layer: int) -> None:
         super().__init__()
@@ -79,12 +86,12 @@ class MLA(nn.Module):
 
     def _project(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor, IndexerState | None]:
         """Queries [M, N, nope + R] without RoPE; latents and the indexer's state as queries read them (see `store`)."""
-        q_latent = self.q_a_layernorm(self.q_a_proj(x, ctx.exact))
+        q_a, kv, *index = self._products(x, ctx)
+        q_latent = self.q_a_layernorm(q_a)
         q = self.q_b_proj(q_latent, ctx.exact).unflatten(-1, (self.heads, self.nope + self.rope_dim))
-        kv = self.kv_a_proj_with_mqa(x, ctx.exact)
         k_rope = rope(kv[:, None, self.latent :], *ctx.rope(self.rope_dim, self.theta)).squeeze(1)
         new = ctx.rows(torch.cat((self.kv_a_layernorm(kv[:, : self.latent]), k_rope), dim=-1))
-        state = self._index(x, q_latent, ctx)
+        state = self._index(index, q_latent, ctx)
         latents, index_keys = ctx.store(self.layer, new, None if state is None else state.k)
         if state is not None and index_keys is not None:
             state = IndexerState(state.q, index_keys, state.w)
@@ -93,15 +100,16 @@ class MLA(nn.Module):
     def _project_fused(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor, IndexerState | None]:
         """`_project`, then `_absorb`, for inference on an accelerator: between the products, all is two operators."""
         cos, sin = ctx.rope(self.rope_dim, self.theta)
+        q_a, kv, *products = self._products(x, ctx)
         index = self.indexer if self.selects_keys else None
         latents, index_keys = ctx.pools(self.layer) or (
             x.new_empty(*ctx.positions.shape, self.latent + self.rope_dim),
             x.new_empty(*ctx.positions.shape, 0 if index is None else index.dim),
         )
         q_latent, index_w = mla_latents(
-            self.q_a_proj(x, ctx.exact),
-            self.kv_a_proj_with_mqa(x, ctx.exact),
-            [] if index is None else index.parts_of_key(x, ctx),
+            q_a,
+            kv,
+            [] if index is None else [*products, index.k_norm.weight, index.k_norm.bias],
             self.q_a_layernorm.weight,
             self.kv_a_layernorm.weight,
             cos,
@@ -115,15 +123,39 @@ class MLA(nn.Module):
         q = self.q_b_proj(q_latent, ctx.exact).unflatten(-1, (self.heads, self.nope + self.rope_dim))
         index_q = None if index is None else index.queries(q_latent, ctx)
         q, index_q = mla_absorb(q, self._up()[0], index_q, cos, sin)
-        state = None if index is None else IndexerState(ctx.rows(index_q), index_keys, ctx.rows(index_w))
+        state = None
+        if index is not None and index_keys is not None:
+            state = IndexerState(ctx.rows(index_q), index_keys, ctx.rows(index_w))
         return ctx.rows(q), latents, state
 
-    def _index(self, x: Tensor, q_latent: Tensor, ctx: ForwardContext) -> IndexerState | None:
-        if self.indexer is None or not self.selects_keys:
+    def _products(self, x: Tensor, ctx: ForwardContext) -> list[Tensor]:
+        """The products of x itself: of q_a_proj, kv_a_proj, and the indexer's (see `Indexer.products`)."""
+        q_a = self.q_a_proj(x, ctx.exact)
+        if self.gather is None:
+            return [q_a, *self._smaller_products(x, ctx)]
+        coming = [self.gather(q_a)]  # travels while the others are computed
+        coming += [self.gather(product) for product in self._smaller_products(x, ctx)]
+        return [wait() for wait in coming]
+
+    @property
+    def products_width(self) -> int:
+        """Elements of the products of x per token."""
+        index = () if self.indexer is None or not self.selects_keys else (self.indexer.wk, self.indexer.weights_proj)
+        return sum(layer.weight.shape[0] for layer in (self.q_a_proj, self.kv_a_proj_with_mqa, *index))
+
+    def _smaller_products(self, x: Tensor, ctx: ForwardContext) -> list[Tensor]:
+        found = [self.kv_a_proj_with_mqa(x, ctx.exact)]
+        if self.indexer is not None and self.selects_keys:
+            # The indexer learns from its KL only, and the backbone never learns from it: inputs are detached (§2.1.1).
+            with torch.set_grad_enabled(ctx.observer is not None and torch.is_grad_enabled()):
+                found += self.indexer.products(x.detach(), ctx)
+        return found
+
+    def _index(self, products: list[Tensor], q_latent: Tensor, ctx: ForwardContext) -> IndexerState | None:
+        if self.indexer is None or not products:
             return None
-        # The indexer learns from its KL only, and the backbone never learns from it: inputs are detached (§2.1.1).
         with torch.set_grad_enabled(ctx.observer is not None and torch.is_grad_enabled()):
-            return self.indexer.project(x.detach(), q_latent.detach(), ctx, self.theta)
+            return self.indexer.project((products[0], products[1]), q_latent.detach(), ctx, self.theta)
 
     def _up(self) -> tuple[Tensor, Tensor]:
         """kv_b_proj as per-head matrices: W_UK [N, nope, C] and W_UV [N, v, C]."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from glm5.ops.integers import IntegerWeight
 from glm5.ops.native import Kernels, register
 
-VERSION = 4
+VERSION = 5
 _PER_LAYER, PER_WEIGHT = 5, 6
 REFUSALS = (
     "",
@@ -151,15 +151,16 @@ def fused_blocks(
     numbers: Sequence[float],
 ) -> Tensor:
     """Pre-norm blocks of MLA with DSA, one after the other: x [M, D] -> [M, D]. Writes the tokens' latents and index
-    keys into the cache's pools [layers, pages, size, ...].
+    keys into the cache's pools [layers (with an indexer), pages, size, ...].
 
     `weights` follow each other layer by layer: the two norms; q_a_proj, q_a_layernorm, q_b_proj, kv_a_proj,
     kv_a_layernorm, kv_b_proj, o_proj; with an indexer its wq_b, wk, k_norm weight and bias, weights_proj; with experts
     the router; gate_up and down of the feed-forward or the experts; with experts those of the shared one. `biases` are
     the routers' (fp32). `view` are cos and sin (fp32), slots of the new latents, `Pages.rows` and `.table`, start and
-    end of the keys (int64). `layers` are five numbers for each: its place in the pools, whether it has an indexer,
-    whether it has experts, the widths of its feed-forward (of an expert) and of its shared expert. `sizes` are those of
-    `Sizes`. `numbers` are the epsilons of the norms and of the latent norms, the scale of attention and that of the
-    experts' weights. Raises ValueError for anything that does not fit; nothing has then been written.
+    end of the keys (int64). `layers` are five numbers for each: its place in the pool of latents, and in that of index
+    keys (-1 without an indexer), whether it has experts, the widths of its feed-forward (of an expert) and of its
+    shared expert. `sizes` are those of `Sizes`. `numbers` are the epsilons of the norms and of the latent norms, the
+    scale of attention and that of the experts' weights. Raises ValueError for anything that does not fit; nothing has
+    then been written.
     """
     return run(native, x, latents, index_keys, Weights(weights, biases, x.dtype), view, layers, sizes, numbers)

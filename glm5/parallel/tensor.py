@@ -1,17 +1,18 @@
 """Tensor parallelism for inference: every layer's heads, experts and MLP columns are divided over ranks.
 
 Each rank computes a share of attention and of the feed-forward from the whole residual stream; one sum over the ranks
-after each makes the stream whole again. Routers, indexers, norms, latent projections and the embedding are the same on
-every rank, so every rank selects the same keys and the same experts. The output matrix is whole on rank 0 and absent
-elsewhere: tokens are drawn from whole rows of logits, on rank 0 only.
+after each makes the stream whole again (see `SplitSums` for another way). Routers, indexers, norms, latent projections
+and the embedding are the same on every rank, so every rank selects the same keys and the same experts. The output
+matrix is whole on rank 0 and absent elsewhere: tokens are drawn from whole rows of logits, on rank 0 only.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,8 @@ from glm5.model.gqa import GQA
 from glm5.model.mla import MLA
 from glm5.model.moe import Experts, Shared, expert_products
 from glm5.model.weight_source import RowPart, WeightSource, replace_tensors
+from glm5.ops import ROW_TILE, round_up
+from glm5.ops.cache_rows import pack_rows, unpack_rows
 from glm5.ops.experts import combine, expert_layout, permute
 
 SumOverRanks = Callable[[Tensor, bool], Tensor]
@@ -31,6 +34,10 @@ SumOverRanks = Callable[[Tensor, bool], Tensor]
 
 Dispatch = Callable[[Experts, Tensor, Tensor, Tensor, Shared], Tensor]
 """See `Experts.dispatch`."""
+
+LEAST_TOKENS = 64
+"""Tokens of a pass from which `SplitSums` divides them: fewer are a step of decoding, where each collective costs its
+latency."""
 
 READ_BYTES = 1 << 26
 """Most bytes of whole rows read at a time, of which a rank keeps some columns."""
@@ -79,6 +86,7 @@ class Division:
     state: Mapping[str, Tensor]
     rank: int
     world: int
+    rounds: bool = False  # whether ranks round what they send (see `SplitSums`)
 
     def cut(self, name: str, shape: torch.Size, rank: int) -> Cut | None:
         """The part of a tensor that `rank` keeps; None for all of it."""
@@ -119,12 +127,102 @@ def check_divisible(config: GLM5Config, world: int) -> None:
     refuse(tp_problems(config, world))
 
 
-def divide_model(model: GLM5ForCausalLM, rank: int, world: int, reduce: SumOverRanks) -> None:
+class Ranks(Protocol):
+    """What `SplitSums` needs of the ranks. Every rank calls the same methods in the same order."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world(self) -> int: ...
+
+    def sum(self, x: Tensor, exact: bool) -> Tensor:
+        """See `SumOverRanks`."""
+        ...
+
+    def sum_parts(self, parts: Tensor) -> Tensor:
+        """Reduce-scatter: of `parts` [world, R, D] of every rank this rank's [R, D], summed in rank order."""
+        ...
+
+    def gather(self, x: Tensor) -> Callable[[], Tensor]:
+        """Begin to gather x [R, W] of all ranks. Returns what waits for all of them, [world * R, W]."""
+        ...
+
+
+class SplitSums:
+    """Sums over the ranks in two halves (FlashComm, §5), in passes of at least `LEAST_TOKENS` tokens: a reduce-scatter,
+    and later a gather.
+
+    Between the two a rank has only its part of the tokens. It adds them to the residual stream and norms them, which
+    every rank would else do for all tokens. For attention with MLA it also multiplies them with the projections that
+    are whole on every rank, and gathers these products, if they are narrower than the stream; the first one travels
+    while the next ones are computed. With `rounds`, the rows that feed-forwards read travel in int8, with a scale each.
+
+    Sums are in rank order, so elements have the bits of `Ranks.sum` with `exact`.
+    """
+
+    def __init__(self, ranks: Ranks, *, rounds: bool = False) -> None:
+        self.ranks, self.rounds = ranks, rounds
+        self._total = self._own = 0  # tokens of this pass and of a rank's part; 0 while they are not divided
+
+    def attach(self, blocks: Sequence[nn.Module]) -> None:
+        """Make consecutive blocks compute so, whose shares are summed by `sum`. What enters the first block and leaves
+        the last is whole."""
+        blocks[0].register_forward_pre_hook(self._enter)
+        blocks[-1].register_forward_hook(self._leave)
+        for block in blocks:
+            attention: Any = block.self_attn
+            if isinstance(attention, MLA) and attention.products_width < attention.o_proj.weight.shape[0]:
+                attention.gather = self._gather
+            else:
+                attention.register_forward_pre_hook(lambda module, args: (self._gather(args[0])(), *args[1:]))
+            feed_forward: Any = block.mlp
+            feed_forward.register_forward_pre_hook(lambda module, args: (self._whole(args[0]), *args[1:]))
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, ctx, *rest = args
+        self._total = x.shape[0] if x.shape[0] >= LEAST_TOKENS else 0
+        if not self._total:
+            return args
+        self._own = round_up(-(-self._total // self.ranks.world), ROW_TILE if ctx.exact else 1)
+        return self._parts(x)[self.ranks.rank], ctx, *rest
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], out: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+        whole = self._gather(out[0])()
+        self._total = 0
+        return whole, out[1]
+
+    def _parts(self, x: Tensor) -> Tensor:
+        """[M, D] -> [world, R, D], the last rows zeros."""
+        missing = self.ranks.world * self._own - x.shape[0]
+        whole = torch.cat((x, x.new_zeros(missing, x.shape[1]))) if missing else x
+        return whole.view(self.ranks.world, self._own, x.shape[1])
+
+    def sum(self, x: Tensor, exact: bool) -> Tensor:
+        """Of the ranks' shares x [M, D] the sum: this rank's part of its rows, or all if they are not divided."""
+        return self.ranks.sum_parts(self._parts(x)) if self._total else self.ranks.sum(x, exact)
+
+    def _gather(self, x: Tensor) -> Callable[[], Tensor]:
+        if not self._total:
+            return lambda: x
+        wait, total = self.ranks.gather(x), self._total
+        return lambda: wait()[:total]
+
+    def _whole(self, x: Tensor) -> Tensor:
+        if not (self._total and self.rounds):
+            return self._gather(x)()
+        return unpack_rows(self._gather(pack_rows(x, x.shape[1]))(), x.shape[1], x.dtype)
+
+
+def divide_model(
+    model: GLM5ForCausalLM, rank: int, world: int, reduce: SumOverRanks, split: SplitSums | None = None
+) -> None:
     """Narrow a deferred model to this rank's part, in place; `fill_divided` gives it its weights. Call it under
-    `torch.no_grad` only. `model.config` then counts this rank's heads, as the cache needs it."""
+    `torch.no_grad` only. `model.config` then counts this rank's heads, as the cache needs it. With `split`, its `sum`
+    takes the place of `reduce`."""
     config = model.config
     check_divisible(config, world)
-    _narrow(model, Division(config, dict(model.state_dict()), rank, world))
+    _narrow(model, Division(config, dict(model.state_dict()), rank, world, split is not None and split.rounds))
     heads = {"num_attention_heads": config.num_attention_heads // world}
     if config.attention_type == "gqa":
         heads["num_key_value_heads"] = config.num_key_value_heads // world
@@ -136,7 +234,12 @@ def divide_model(model: GLM5ForCausalLM, rank: int, world: int, reduce: SumOverR
             module.groups = config.num_key_value_heads // world
         if isinstance(module, Experts):
             module.dispatch = OwnExperts(rank * (config.n_routed_experts // world))
-    for block in [*model.model.layers, *([] if model.mtp is None else [model.mtp.block])]:
+    parts: list[list[Any]] = [[*model.model.layers], *([] if model.mtp is None else [[model.mtp.block]])]
+    if split is not None:
+        reduce = split.sum
+        for blocks in parts:
+            split.attach(blocks)
+    for block in chain.from_iterable(parts):
         block.self_attn.register_forward_hook(lambda module, args, out: (reduce(out[0], args[1].exact), out[1]))
         block.mlp.register_forward_hook(lambda module, args, out: reduce(out, getattr(args[1], "exact", args[1])))
     _without_fused_decode(model)

@@ -6,9 +6,10 @@ A few counters and three histograms do not need a package. They need no locks: e
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -38,6 +39,25 @@ class Histogram:
         yield f"{name}_count {below}"
 
 
+class Rate:
+    """How many of something there were per second, over the last `seconds` whole seconds."""
+
+    def __init__(self, seconds: int = 10, clock: Callable[[], float] = time.monotonic) -> None:
+        self._seconds, self._clock = seconds, clock
+        self._counts = [(-1, 0)] * (seconds + 1)  # (second, count), each second in its place
+
+    def add(self, count: int) -> None:
+        now = int(self._clock())
+        at = now % len(self._counts)
+        second, before = self._counts[at]
+        self._counts[at] = (now, count + (before if second == now else 0))
+
+    @property
+    def value(self) -> float:
+        now = int(self._clock())
+        return sum(count for second, count in self._counts if now - self._seconds <= second < now) / self._seconds
+
+
 class Metrics:
     """All metrics since the start of the server."""
 
@@ -51,6 +71,7 @@ class Metrics:
         self.prefill_tokens = 0
         self.prefill_fallbacks = 0
         self.prefill_pages_refused = 0
+        self.token_rate = Rate()
         self.time_to_first_token = Histogram(SLOW)
         self.time_per_token = Histogram(FAST)
 
@@ -64,11 +85,13 @@ class Metrics:
     def first_token(self, tokens: int, seconds: float, cached: int) -> None:
         self.cached_tokens += cached
         self.generated_tokens += tokens
+        self.token_rate.add(tokens)
         self.time_to_first_token.observe(seconds)
 
     def tokens(self, tokens: int, seconds: float) -> None:
         """`tokens` of one sample arrived together, `seconds` after the previous ones."""
         self.generated_tokens += tokens
+        self.token_rate.add(tokens)
         self.time_per_token.observe(seconds / tokens, tokens)
 
     def text(self, engine: Mapping[str, Any]) -> str:
@@ -83,6 +106,8 @@ class Metrics:
         for name, text in _TIMED.items():
             full = f"glm5_{name}_seconds"
             family(full, "histogram", text, getattr(self, name).lines(full))
+        rate = f"glm5_tokens_per_second {_number(self.token_rate.value)}"
+        family("glm5_tokens_per_second", "gauge", "Tokens sampled per second, over the last ten seconds.", (rate,))
         family("glm5_up", "gauge", "Whether the engine works.", (f"glm5_up {int(bool(engine))}",))
         for name, (key, help_text) in _ENGINE.items():
             if key in engine:

@@ -78,6 +78,7 @@ class EngineOptions:
         ep_meeting: the file by which they find each other; their router sets it.
         graphs: capture decoding on a CUDA device as CUDA graphs; not with `tp`.
         quantize: "int8", "int4" or "fp8" rounds weights while loading, and later ones (see `glm5.quant.in_place`).
+        flash_comm: "plain" or "int8": the processes of `tp` divide the tokens of prompts between layers.
         cache_dtype: "int8" keeps latents and index keys in int8; None in `dtype`.
     """
 
@@ -98,3 +99,4 @@ class EngineOptions:
     ep: int = 1
     ep_rank: int = 0
     ep_meeting: str = ""
+    flash_comm: str | None = None

@@ -137,7 +137,9 @@ def test_greedy_equals_decoding_without_a_cache(small: Any, use_dsa: bool) -> No
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("changes", [{}, {"use_dsa": False, "index_topk": None}], ids=["sparse", "dense"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"use_dsa": False, "index_topk": None}, SHARED], ids=["sparse", "dense", "index-share"]
+)
 def test_score_and_packed_forward_give_the_bits_of_generate(
     small: Any, changes: dict[str, Any], temperature: float
 ) -> None:

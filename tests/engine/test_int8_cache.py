@@ -24,8 +24,9 @@ def engine(model: GLM5ForCausalLM, **options: Any) -> Engine:
     return Engine(model, exact=False, cache_dtype="int8", **options)
 
 
-def test_pages_take_the_predicted_memory_and_less_than_half(small: Any) -> None:
-    model = small()
+@pytest.mark.parametrize("changes", [{}, {"index_topk_freq": 2, "index_skip_topk_offset": 2}], ids=["", "IndexShare"])
+def test_pages_take_the_predicted_memory_and_less_than_half(small: Any, changes: dict[str, int]) -> None:
+    model = small(**changes)
     pool, config = engine(model).pool, model.config
     assert pool.page_bytes() == PAGE * token_bytes(config, model.dtype, packed=True)
     assert pool.page_bytes() < 0.6 * PAGE * token_bytes(config, model.dtype)
@@ -56,6 +57,17 @@ def test_greedy_tokens_stay_the_same(parrot: GLM5ForCausalLM, line: str, tokeniz
         own = engine(parrot, **options)
         for _ in range(2):  # the second time from the prefix cache
             assert [c.token_ids for c in own.generate(asked, GREEDY)] == expected
+
+
+def test_layers_without_an_indexer_need_no_index_keys(small: Any) -> None:
+    """IndexShare: compiled steps and the layers one by one read the same rows."""
+    model = small(num_hidden_layers=4, index_topk_pattern="FSSF")
+    row = prompt(150, seed=1)
+    expected, found = (torch.tensor(e.score([row])[0]) for e in (Engine(model, exact=False), engine(model)))
+    assert float((found - expected).abs().mean()) < 0.1
+    whole = engine(model).generate([row], GREEDY)[0].token_ids
+    own = engine(model, speculative=2)
+    assert [own.generate([row], GREEDY)[0].token_ids for _ in range(2)] == [whole] * 2
 
 
 def test_what_it_refuses(small: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -27,7 +28,7 @@ class PlayedGroup:
     """An all-gather between threads."""
 
     def __init__(self, world: int) -> None:
-        self._barrier, self._told = threading.Barrier(world, timeout=20), [torch.zeros(2)] * world
+        self._barrier, self._told = threading.Barrier(world, timeout=20), [torch.zeros(3)] * world
 
     def of(self, rank: int) -> Any:
         barrier, told = self._barrier, self._told
@@ -35,6 +36,9 @@ class PlayedGroup:
         class Rank:
             def size(self) -> int:
                 return len(told)
+
+            def rank(self) -> int:
+                return rank
 
             def allgather(self, outputs: Any, inputs: Any) -> Any:
                 told[rank] = inputs[0].clone()
@@ -124,6 +128,35 @@ def test_idle_engines_sleep_until_the_bell() -> None:
             thread.start()
         for thread in resting:
             thread.join(10)
+
+
+def test_the_store_does_not_grow() -> None:
+    """Bells that all engines have heard leave it, however often engines fall asleep and wake up."""
+    world, phases = 3, 200
+    group = PlayedGroup(world)
+    # One connection each for the engine and its listener, as in a group of processes.
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    connect = lambda: dist.TCPStore("127.0.0.1", server.port, is_master=False)  # noqa: E731
+    ends = [Lockstep(group.of(rank), (connect(), connect()), lambda kind: None) for rank in range(world)]
+    empty, most = server.num_keys(), 0
+    with ThreadPoolExecutor(world) as pool:
+        for phase in range(phases):
+            # A different engine wakes the others each time; then all rest.
+            working = pool.submit(ends[phase % world].turn, TRUNK)
+            others = [end for end in ends if end is not ends[phase % world]]
+            wait_for(lambda: all(end.awaited for end in others))  # noqa: B023
+            assert not any(pool.map(Lockstep.attend, others)) and working.result(10)
+            assert all(pool.map(Lockstep.attend, ends))
+            most = max(most, server.num_keys() - empty)
+    assert all(end._phase == phases for end in ends)
+    assert most <= 3, f"{most} bells in the store"
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "no engine was woken"
+        time.sleep(1e-4)
 
 
 def test_weights_that_not_all_engines_take_are_taken_by_none() -> None:

@@ -48,9 +48,20 @@ def files(tmp_path: Path) -> Any:
         one.close()
 
 
-@pytest.mark.parametrize("options", [{}, {"speculative": 2}, {"host_cache_bytes": 1 << 20}], ids=["", "drafts", "host"])
-def test_a_new_engine_finds_the_pages_of_the_old_one(small: Small, tmp_path: Path, options: dict[str, Any]) -> None:
-    model = small()
+@pytest.mark.parametrize(
+    ("options", "changes"),
+    [
+        ({}, {}),
+        ({"speculative": 2}, {}),
+        ({"host_cache_bytes": 1 << 20}, {}),
+        ({}, {"num_hidden_layers": 3, "index_topk_pattern": "FSF"}),
+    ],
+    ids=["", "drafts", "host", "IndexShare"],
+)
+def test_a_new_engine_finds_the_pages_of_the_old_one(
+    small: Small, tmp_path: Path, options: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    model = small(**changes)
     ids = prompt(4 * PAGE + 20)
     alone = Engine(model, **options)
     expected = [alone.generate([ids], params)[0] for params in (GREEDY, SEEDED)]

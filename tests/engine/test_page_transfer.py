@@ -63,9 +63,10 @@ def key(done: Completion) -> Any:
         ({}, {"speculative": 2}),
         pytest.param({"use_dsa": False}, {}, marks=pytest.mark.long),
         ({}, {"exact": False, "cache_dtype": "int8"}),
+        ({"num_hidden_layers": 4, "index_topk_pattern": "FSSF"}, {"speculative": 2}),
         pytest.param("gqa", {}, marks=pytest.mark.slow),
     ],
-    ids=["exact", "drafts", "dense", "int8", "gqa"],
+    ids=["exact", "drafts", "dense", "int8", "IndexShare", "gqa"],
 )
 def test_tokens_are_those_of_one_engine(small: Small, kind: Any, options: dict[str, Any]) -> None:
     model = make(kind) if isinstance(kind, str) else small(**kind)

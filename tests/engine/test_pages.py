@@ -85,9 +85,12 @@ def test_memory_grows_with_use_and_keeps_what_is_there(pool: Pool) -> None:
     assert p.cache.latents.shape[1] == 1001
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_dump_and_load_are_inverse(small: Any, dtype: torch.dtype) -> None:
-    config = small().config
+@pytest.mark.parametrize(
+    ("dtype", "changes"),
+    [(torch.float32, {}), (torch.bfloat16, {}), (torch.float32, {"index_topk_freq": 2, "index_skip_topk_offset": 2})],
+)
+def test_dump_and_load_are_inverse(small: Any, dtype: torch.dtype, changes: dict[str, int]) -> None:
+    config = small(**changes).config
     p = KVPool(config, 4 * PAGE, states=1, dtype=dtype)
     one, other, third = p.alloc(3)
     p.cache.latents[:, one] = torch.randn(p.cache.latents[:, one].shape).to(dtype)

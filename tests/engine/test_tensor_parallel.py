@@ -161,6 +161,43 @@ def test_new_weights_and_pages_from_the_host(
 
 
 @pytest.mark.dist
+@pytest.mark.parametrize("kind", ["wide", "narrow", pytest.param("gqa", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("exact", [True, False])
+def test_sums_in_two_halves(group: Group, small: Small, tmp_path: Path, kind: str, exact: bool) -> None:
+    """FlashComm: prompts are computed with the same bits in exact mode, and steps of decoding as before."""
+    model = make("gqa") if kind == "gqa" else small(**({"hidden_size": 128} if kind == "wide" else {}))
+    model.save_pretrained(tmp_path)
+    found, scores, sent = [], [], []
+    for form in (None, "plain", *([] if exact else ["int8"])):
+        engine = TpEngine(group, group.load(tmp_path, "float32", form), exact=exact, speculative=1, chunk=96)
+        group.collectives.sent.clear()
+        scores.append(torch.tensor(engine.score([[*PREFIX * 4, 5]])[0]))
+        sent.append(dict(group.collectives.sent))
+        found.append([engine.generate(PROMPTS, params) for params in (GREEDY, SAMPLED)])
+        assert group.collectives.sent["sum"] > sent[-1].get("sum", 0)
+    for first, second in zip(*found[:2], strict=True):
+        check_same(second, first, 0.0 if exact else 2e-4)
+    torch.testing.assert_close(scores[1], scores[0], rtol=0, atol=0.0 if exact else 2e-4)
+    # All that was sent are sums of two passes, of 96 tokens and of 64.
+    assert set(sent[0]) == {"sum"} and set(sent[1]) == {"reduce-scatter", "gather"}
+    if kind == "wide":  # whose products are narrower than the tokens
+        assert sum(sent[1].values()) < sum(sent[0].values())
+    if not exact:
+        assert sum(sent[2].values()) < sum(sent[1].values())
+        assert 0 < float((scores[2] - scores[0]).abs().mean()) < 0.1
+
+
+def test_what_flash_comm_needs() -> None:
+    for options, error, text in (
+        ({"flash_comm": "plain"}, EngineError, "give --tp too"),
+        ({"flash_comm": "fp4", "tp": 2}, ConfigError, "plain or int8, not 'fp4'"),
+        ({"flash_comm": "int8", "tp": 2}, ConfigError, "--fast instead of --exact"),
+    ):
+        with pytest.raises(error, match=text):
+            Engine.from_pretrained("anywhere", device="cpu", **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize("exact", [True, False])
 def test_four_ranks(small: Small, tmp_path: Path, exact: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,10 @@ from glm5.parallel.tensor import divide_model
 from glm5.quant.in_place import quantise_in_place
 
 NANO = GLM5Config.preset("nano")
+
+
+def indexers_of(config: GLM5Config) -> int:
+    return sum(config.computes_topk(layer) for layer in range(config.num_hidden_layers))
 
 
 def built(model: GLM5ForCausalLM) -> int:
@@ -61,10 +66,23 @@ def test_integers_are_those_that_the_engine_keeps(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_cache_bytes_are_those_of_a_pool(packed: bool) -> None:
-    found = plan_serve("nano", "h100", cache_dtype="int8" if packed else "auto", contexts=[64])
-    pool = KVPool(NANO, PAGE, states=1, dtype=torch.bfloat16, packed=packed)
+@pytest.mark.parametrize("shared", [False, True], ids=["own indexers", "IndexShare"])
+def test_cache_bytes_are_those_of_a_pool(packed: bool, shared: bool, tmp_path: Path) -> None:
+    config = NANO.replace(index_topk_pattern="FSSF" if shared else None)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    found = plan_serve(str(tmp_path), "h100", cache_dtype="int8" if packed else "auto", contexts=[64])
+    pool = KVPool(config, PAGE, states=1, dtype=torch.bfloat16, packed=packed)
     assert found["cache_bytes_per_token"] * PAGE == pool.page_bytes()
+    if not packed:  # 4 layers and MTP
+        indexers = 3 if shared else 5
+        assert found["cache_bytes_per_token"] == 2 * (5 * (32 + 8) + indexers * 32)
+
+
+def test_the_cache_of_glm52_has_index_keys_of_22_layers() -> None:
+    """21 of its 78 layers have an indexer, and the MTP layer."""
+    config = GLM5Config.preset("glm5.2")
+    assert token_bytes(config, torch.bfloat16) == 2 * (79 * (512 + 64) + 22 * 128)
+    assert plan_serve("glm5.2", "h200", 16, 16)["cache_bytes_per_token"] == 96_640
 
 
 def test_bytes_of_a_decoding_step() -> None:
@@ -84,6 +102,8 @@ def test_bytes_of_a_decoding_step() -> None:
         dense = config.replace(use_dsa=False, index_topk=None)
         active = 2 * size_report(dense, 1024)["active_params"] + biases
         assert bytes_of(dense, 1, 1024) == pytest.approx(active + 1024 * latents)
+        shared = config.replace(index_topk_freq=3)
+        assert bytes_of(shared, 1, 1024) - bytes_of(shared, 1, 512) == pytest.approx(512 * 2 * 64 * indexers_of(shared))
         everything = 2 * (report["total_params"] - report["components"]["embedding"]) + biases
         assert bytes_of(config, 10_000, 1) == pytest.approx(everything + 10_000 * (index + latents))
 

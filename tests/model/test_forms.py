@@ -185,6 +185,9 @@ def test_the_cache_holds_only_latents_and_index_keys(build: Build) -> None:
     assert cache.capacity == 128
     assert cache.latents.shape == (4, 2, 128, 26)  # three layers and MTP; 20 latent + 6 rotary values
     assert cache.index_keys.shape == (4, 2, 128, 12)
+    shared = LatentCache(config.replace(**SHARED), rows=2, capacity=65)
+    assert shared.latents.shape == cache.latents.shape and shared.index_keys.shape == (3, 2, 128, 12)
+    assert [shared.index_slots.get(layer) for layer in range(4)] == [0, None, 1, 2]  # the MTP layer's last
     assert LatentCache(config.replace(**DENSE), rows=2, capacity=1).index_keys.numel() == 0
 
 

@@ -76,6 +76,7 @@ struct Case {
         b.slots = total * page, b.experts = E, b.per_token = top, b.normalise = pick(0, 1), b.threads = pick(1, 4);
         b.eps = b.latent_eps = 1e-5, b.scale = 0.2, b.scaling = 1.5;
         std::vector<Layer> layers;
+        i64 indexers = 0;
         std::vector<Stored> arrays, biases;
         int bits = int(pick(0, 2)) * 4;
         bool mixed = !pick(0, 3);
@@ -83,7 +84,7 @@ struct Case {
         if (pick(0, 1)) D = pick(0, 2) ? 8 * pick(1, 20) : 128 * pick(1, 3), L = 8 * pick(1, 6), V = 8 * pick(1, 5);
         b.shape.D = D, b.shape.L = L, b.shape.V = V;
         for (i64 l = 0; l < b.layers; l++) {
-            Layer layer{l, l == 0 || pick(0, 1), pick(0, 1), pick(1, 40), pick(0, 40)};
+            Layer layer{l, l == 0 || pick(0, 1) ? indexers++ : -1, pick(0, 1), pick(1, 40), pick(0, 40)};
             if (bits || mixed) layer.inner = 16 * pick(1, 9), layer.shared = 16 * pick(0, 4);
             i64 stack = layer.has_experts ? E : 1;
             layers.push_back(layer);
@@ -92,7 +93,7 @@ struct Case {
             arrays.push_back(matrix(1, N * (H + R), L, form())), arrays.push_back(matrix(1, C + R, D, form()));
             arrays.push_back(plain(weights(C))), arrays.push_back(plain(weights(N * (H + V) * C)));
             arrays.push_back(matrix(1, D, N * V, form()));
-            if (layer.has_indexer) {
+            if (layer.has_indexer()) {
                 arrays.push_back(matrix(1, J * d, L, form()));
                 for (i64 n : {d * D, d, d, J * D}) arrays.push_back(plain(weights(n)));
             }
@@ -104,7 +105,7 @@ struct Case {
         }
         arrays.insert(arrays.end(), biases.begin(), biases.end());
         b.layer = layers.data(), b.array = arrays.data(), b.arrays = arrays.size();
-        b.latents = cache(b.layers * b.slots, C, R, b.shape.packed), b.index_keys = cache(b.layers * b.slots, d, 0, b.shape.packed);
+        b.latents = cache(b.layers * b.slots, C, R, b.shape.packed), b.index_keys = cache(indexers * b.slots, d, 0, b.shape.packed);
         Array table = zeros<i64>(sequences * pages), columns = zeros<i64>(4 * M);
         for (i64 i = 0; i < sequences * pages; i++) ((i64*)table.data)[i] = i + 1;
         for (i64 m = 0; m < M; m++) {

@@ -19,9 +19,12 @@ struct Stored {
     i64 bits, groups;
 };
 
-// `slot` is the layer's place in the pools, `inner` and `shared` the widths of feed-forward (or expert) and shared expert.
+// `slot` is the layer's place in the pool of latents, `index_slot` in that of index keys, or -1 without an indexer; `inner`
+// and `shared` are the widths of feed-forward (or expert) and shared expert.
 struct Layer {
-    i64 slot, has_indexer, has_experts, inner, shared;
+    i64 slot, index_slot, has_experts, inner, shared;
+
+    bool has_indexer() const { return index_slot >= 0; }
 };
 
 // The arguments of `fused_blocks`. glm5/ops/fused_blocks.py has the same fields in the same order.
@@ -38,7 +41,7 @@ struct FusedBlocks {
 // Reasons to refuse a call: their texts are in glm5/ops/fused_blocks.py.
 enum Refusal { OK, LAYOUT, SIZES, COUNTS, MISSING, RANGES, MEMORY };
 
-const i64 VERSION = 4;
+const i64 VERSION = 5;
 
 struct LayerWeights {
     Stored w[20];
@@ -86,7 +89,7 @@ static inline void read_layer(Reader& from, const FusedBlocks& c, const Layer& l
     w[2] = from.take(1, s.L, s.D), w[3] = from.take(s.L), w[4] = from.take(1, s.N * (s.H + s.R), s.L);
     w[5] = from.take(1, W, s.D), w[6] = from.take(s.C), w[7] = from.take(s.N * (s.H + s.V) * s.C);
     w[8] = from.take(1, s.D, s.N * s.V);
-    bool index = layer.has_indexer, experts = layer.has_experts, shared = experts && layer.shared;
+    bool index = layer.has_indexer(), experts = layer.has_experts, shared = experts && layer.shared;
     w[9] = index ? from.take(1, s.J * s.d, s.L) : none;
     w[10] = index ? from.take(s.d * s.D) : none;
     w[11] = index ? from.take(s.d) : none, w[12] = index ? from.take(s.d) : none;
@@ -148,14 +151,15 @@ static Refusal check(const FusedBlocks& c, std::vector<LayerWeights>& blocks) {
     for (i64 i = 0; i < c.layers; i++) {
         const Layer& layer = c.layer[i];
         read_layer(from, c, layer, blocks[i]);
-        if (layer.slot < 0 || (layer.slot + 1) * latents > c.latents.count || (layer.slot + 1) * keys > c.index_keys.count)
+        if (layer.slot < 0 || layer.index_slot < -1 || (layer.slot + 1) * latents > c.latents.count ||
+            (layer.index_slot + 1) * keys > c.index_keys.count)
             return COUNTS;
         blocks[i].pools[0] = (char*)c.latents.data + layer.slot * latents * unit;
-        blocks[i].pools[1] = (char*)c.index_keys.data + layer.slot * keys * unit;
+        blocks[i].pools[1] = (char*)c.index_keys.data + std::max<i64>(layer.index_slot, 0) * keys * unit;
     }
     for (i64 i = 0; i < c.layers; i++) blocks[i].w[15] = c.layer[i].has_experts ? from.take(c.experts) : Stored{};
     if (!from.good || from.next != from.end) return COUNTS;
-    if (!c.layer[0].has_indexer) return MISSING;
+    if (!c.layer[0].has_indexer()) return MISSING;
     return inside(c) ? OK : RANGES;
 }
 

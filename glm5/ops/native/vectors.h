@@ -167,8 +167,9 @@ static ALWAYS_INLINE V exp_lanes(V x) {
 static inline v16 exp16(v16 x) {
     Floats parts[16 / LANES];
     memcpy(parts, &x, 64);
-    for (Floats& part : parts) part = exp_lanes<Floats, Ints>(part);
-    return *(const v16*)parts;
+    for (int i = 0; i < 16 / LANES; i++) parts[i] = exp_lanes<Floats, Ints>(parts[i]);
+    memcpy(&x, parts, 64);
+    return x;
 }
 
 template <class T>

@@ -36,7 +36,7 @@ from glm5.serve.http_io import read_body
 from glm5.serve.metrics import CONTENT_TYPE
 from glm5.serve.options import EngineOptions, Limits, PrefillServers
 from glm5.serve.router.affinity import affinity_of
-from glm5.serve.router.control import expositions, tell_all
+from glm5.serve.router.control import asked_size, expositions, shown_of, tell_all
 from glm5.serve.router.expert_pool import ExpertPool
 from glm5.serve.router.metrics import RouterMetrics
 from glm5.serve.router.pool import WorkerPool
@@ -106,7 +106,7 @@ def create_router(
     for path in ADMIN_PATHS:
         answer = refuse if path in (*GROUP_PATHS, PREFILL_PATH) else to_all
         app.add_api_route(path, answer, methods=["GET", "POST"] if path == FLUSH_PATH else ["POST"])
-    _add_watching(app, pool, metrics)
+    _add_watching(app, pool, metrics, limits)
     add_guard(app, api_key, access, allowed_hosts, limits.requests, metrics.answered)
     for kind in HANDLED:
         app.add_exception_handler(kind, on_error)
@@ -122,7 +122,7 @@ def _target(request: Request) -> str:
     return path.replace(NAME, quote(request.path_params["name"], safe="").replace(".", "%2E"))
 
 
-def _add_watching(app: FastAPI, pool: WorkerPool, metrics: RouterMetrics) -> None:
+def _add_watching(app: FastAPI, pool: WorkerPool, metrics: RouterMetrics, limits: Limits) -> None:
     """Routes for health, metrics and the workers."""
 
     @app.get("/health")
@@ -132,7 +132,7 @@ def _add_watching(app: FastAPI, pool: WorkerPool, metrics: RouterMetrics) -> Non
             raise Stopping("The server is shutting down.")
         if not pool.up:
             raise ApiError(503, "No engine is ready; retry later.", code="no_engine", retry_after=5)
-        return {"status": "ok", "workers": {"up": pool.up, "of": len(pool.places)}}
+        return {"status": "ok", "workers": {"up": pool.up, "of": pool.wanted}}
 
     @app.get("/metrics")
     async def exposition() -> Response:
@@ -140,8 +140,12 @@ def _add_watching(app: FastAPI, pool: WorkerPool, metrics: RouterMetrics) -> Non
 
     @app.get(WORKERS_PATH)
     async def workers() -> dict[str, Any]:
-        shown = [place.shown() for place in pool.places]
-        return {"workers": shown, "weight_version": str(pool.version), "paused": pool.paused}
+        return shown_of(pool)
+
+    @app.post(WORKERS_PATH)
+    async def resize(request: Request) -> dict[str, Any]:
+        pool.resize(*asked_size(await read_body(request, limits)))
+        return shown_of(pool)
 
     @app.post(f"{WORKERS_PATH}/{{rank}}/drain")
     async def drain(rank: str) -> dict[str, Any]:
@@ -161,6 +165,7 @@ def run(
     access: Access = KEY_ALONE,
     engines: int,
     prefill: int = 0,
+    most: int | None = None,
     model_name: str | None = None,
     limits: Limits | None = None,
     options: EngineOptions | None = None,
@@ -168,7 +173,8 @@ def run(
     prefill_servers: PrefillServers | None = None,
 ) -> None:
     """Serve a checkpoint directory with several engine processes until interrupted; port 0 is any free port. Prints the
-    address when all are ready. The first `prefill` of the engines read prompts for the others.
+    address when all are ready. The first `prefill` of the engines read prompts for the others. Up to `most` engines may
+    be asked for while it runs (default: as many as at the start).
 
     Raises:
         UsageError: no engines, or none to decode; or the address is in use; or it is not an address of this machine; or
@@ -183,15 +189,22 @@ def run(
         raise UsageError(f"The experts must be divided among all {engines} engines, not {options.ep}.")
     if prefill and options is not None and options.ep > 1:
         raise UsageError("--expert-parallel goes without --prefill-engines; leave one out.")
+    most = engines if most is None else most
+    if most < engines:
+        raise UsageError(f"--max-engines {most} is below the {engines} engines at the start.")
+    if most > engines and options is not None and options.ep > 1:
+        raise UsageError(
+            "--expert-parallel divides the experts among a fixed number of engines; leave out --max-engines."
+        )
     if prefill:
         check_pages(Path(directory), (options or EngineOptions()).tp)
     # A request takes two connections here: one of the client and one to a worker.
-    hosts, limits = hosts_answered(host, api_key, access), fitted(limits or Limits(), 2, RESERVED_FILES + 8 * engines)
+    hosts, limits = hosts_answered(host, api_key, access), fitted(limits or Limits(), 2, RESERVED_FILES + 8 * most)
     servers = prefill_servers or PrefillServers()
     job = WorkerJob(str(directory), "", model_name, limits, options or EngineOptions(), prefill=servers)
     with bind(host, port) as listener, contextlib.suppress(KeyboardInterrupt):
         kind = ExpertPool if job.options.ep > 1 else WorkerPool
-        pool = kind(engines, job, patience, prefill=prefill)
+        pool = kind(engines, job, patience, prefill=prefill, most=most)
         asyncio.run(_serve(pool, limits, listener, api_key, access, hosts))
 
 

@@ -48,6 +48,31 @@ async def tell_all(pool: WorkerPool, path: str, method: str, body: bytes) -> Res
     return _combined(answers)
 
 
+def shown_of(pool: WorkerPool) -> dict[str, Any]:
+    """The workers, and by role how many there should be and how many take requests."""
+    roles = {place.role: [one for one in pool.places if one.role == place.role] for place in pool.places}
+    engines = {
+        role: {"wanted": sum(one.wanted for one in own), "up": sum(one.state == "up" for one in own)}
+        for role, own in roles.items()
+    }
+    shown = [place.shown() for place in pool.places]
+    state = {"weight_version": str(pool.version), "paused": pool.paused}
+    return {"workers": shown, "engines": engines, "max_engines": pool.most, **state}
+
+
+def asked_size(body: bytes) -> tuple[int, str]:
+    """The number of engines and the role in the body of a request to resize. Raises ApiError 400."""
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError):
+        fields = None
+    count, role = (fields.get("engines"), fields.get("role", "")) if isinstance(fields, dict) else (None, "")
+    known = isinstance(fields, dict) and not fields.keys() - {"engines", "role"}
+    if not known or not isinstance(count, int) or isinstance(count, bool) or not isinstance(role, str):
+        raise ApiError(400, 'The body must be {"engines": N}, and may have a "role" beside it.')
+    return count, role
+
+
 async def _tell(worker: Worker, method: str, path: str, body: bytes) -> httpx.Response | None:
     """The worker's answer, or None from a lost worker."""
     try:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from glm5.obs.logs import get_logger
+from glm5.serve.errors import ApiError
 from glm5.serve.router.places import Place
 from glm5.serve.router.pool import WorkerPool
 from glm5.serve.router.workers import Worker
@@ -92,11 +93,8 @@ class ExpertPool(WorkerPool):
                 place.state = "down"
             return False
 
-    def resume(self, rank: str) -> Place:
-        place = super().resume(rank)
-        if place.worker is not None and not self.stopping:
-            self._enter(place, place.worker)
-        return place
+    def resize(self, count: int, role: str = "") -> None:
+        raise ApiError(400, "The engines share the experts: their number is fixed; start the server with another --dp.")
 
     async def _drained(self, worker: Worker) -> None:
         await worker.idle()

@@ -62,7 +62,7 @@ class RouterMetrics:
 def _by_role(pool: WorkerPool, expositions: Mapping[int, str]) -> list[tuple[str, str, str, Mapping[str, float]]]:
     """What tells whether a role needs more or fewer engines."""
     seen = {rank: watched(text) for rank, text in expositions.items()}
-    samples: list[dict[str, float]] = [{}, {}, {}, {}]
+    samples: list[dict[str, float]] = [{} for _ in range(6)]
     for role in sorted({place.role for place in pool.places}):
         own = [place for place in pool.places if place.role == role]
         found = [seen[place.rank] for place in own if seen.get(place.rank)]
@@ -72,6 +72,8 @@ def _by_role(pool: WorkerPool, expositions: Mapping[int, str]) -> list[tuple[str
             sum(one.get("samples_waiting", 0) for one in found),
             sum(one.get("samples_running", 0) for one in found),
             max(use, default=0.0),
+            sum(place.wanted for place in own),
+            sum(one.get("tokens_per_second", 0) for one in found),
         )
         for family, number in zip(samples, numbers, strict=True):
             family[f'{{role="{role}"}}'] = number
@@ -80,10 +82,20 @@ def _by_role(pool: WorkerPool, expositions: Mapping[int, str]) -> list[tuple[str
         ("role_waiting", "gauge", "Samples in the queues of a role's engines.", samples[1]),
         ("role_running", "gauge", "Samples that a role's engines compute.", samples[2]),
         ("role_cache_use", "gauge", "Share of the cache in use, of the fullest engine of a role.", samples[3]),
+        ("role_engines_wanted", "gauge", "Engines that a role should have: those not drained.", samples[4]),
+        ("role_tokens_per_second", "gauge", "Tokens that a role's engines sample per second.", samples[5]),
+        ("engines_most", "gauge", "The most engines that may be asked for.", {"": pool.most}),
     ]
 
 
-WATCHED = ("samples_running", "samples_waiting", "cache_pages", "cache_pages_free", "preemptions_total")
+WATCHED = (
+    "samples_running",
+    "samples_waiting",
+    "cache_pages",
+    "cache_pages_free",
+    "preemptions_total",
+    "tokens_per_second",
+)
 
 
 def watched(text: str) -> dict[str, float]:

@@ -45,7 +45,10 @@ class WorkerPool:
         launch: Launch = launch,
         *,
         prefill: int = 0,
+        most: int = 0,
     ) -> None:
+        """`most`: the largest number of workers that `resize` may ask for, if it is above `count`."""
+        self.most = max(most, count)
         self.patience = patience or Patience()
         self._start = launch
         roles = [PREFILL] * prefill + [DECODE if prefill else ANY] * (count - prefill)
@@ -144,6 +147,11 @@ class WorkerPool:
         return len(self._ring) + len(self._prefill_ring)
 
     @property
+    def wanted(self) -> int:
+        """Number of workers that are not drained."""
+        return sum(place.wanted for place in self.places)
+
+    @property
     def _open(self) -> HashRing:
         """The workers to which requests go: those that prefill only if there is no other."""
         return self._ring if len(self._ring) else self._prefill_ring
@@ -205,6 +213,33 @@ class WorkerPool:
         worker.stirred.set()
         self._leave(self.places[worker.rank])
 
+    def resize(self, count: int, role: str = "") -> None:
+        """Have `count` workers of a role; "" is that of the workers to which requests go. What is missing starts, ranks
+        that were drained first. What is too much is drained, from the highest rank down. Raises ApiError 400 for a role
+        or a number that this pool cannot have, Stopping while it shuts down."""
+        if self.stopping:
+            raise Stopping("The server is shutting down.")
+        roles = sorted({place.role for place in self.places})
+        role = role or next(one for one in (DECODE, ANY) if one in roles)
+        if role not in roles:
+            raise ApiError(400, f"No engine here has the role {role!r:.40}; the roles are: {', '.join(roles)}.")
+        own = [place for place in self.places if place.role == role]
+        wanted, drained = [place for place in own if place.wanted], [place for place in own if not place.wanted]
+        least, most = int(role != PREFILL), self.most - (self.wanted - len(wanted))
+        if not least <= count <= most:
+            text = f"Engines of role {role!r} can be {least} to {most} here, not {count!s:.20}; "
+            raise ApiError(400, text + "--max-engines of the server sets the most for all roles.")
+        log.info("Engines of role %s: %d wanted, %d before.", role, count, len(wanted))
+        for place in reversed(wanted[count:]):
+            self.drain(str(place.rank))
+        missing = max(0, count - len(wanted))
+        for place in drained[:missing]:
+            self.resume(str(place.rank))
+        for _ in range(missing - len(drained)):
+            place = Place(len(self.places), role)
+            self.places.append(place)
+            self._spawn(self._keep(place, None))
+
     def drain(self, rank: str) -> Place:
         """Drain a worker: it finishes its requests, ends, and is not replaced until `resume`. Raises ApiError 404 for
         an unknown rank."""
@@ -217,9 +252,11 @@ class WorkerPool:
         return place
 
     def resume(self, rank: str) -> Place:
-        """Bring a drained rank back. A worker that is still draining finishes first."""
+        """Bring a drained rank back: its worker, if it still has one, or a new one."""
         place = self._place(rank)
         place.wanted = True
+        if place.worker is not None and place.state in ("draining", "drained") and not place.worker.leaving:
+            self._enter(place, place.worker)
         self._news()
         return place
 
@@ -232,7 +269,9 @@ class WorkerPool:
 
     async def _drained(self, worker: Worker) -> None:
         await worker.idle()
-        worker.signal(signal.SIGTERM)
+        if not (self.places[worker.rank].wanted or worker.leaving):
+            worker.leaving = True
+            worker.signal(signal.SIGTERM)
 
     # Life cycle of a rank.
 
@@ -243,17 +282,19 @@ class WorkerPool:
             began = loop.time()
             if worker is not None:
                 reason = await self._watch(worker)
+                worker.leaving = True
                 self._leave(place)
                 if place.wanted:
                     place.state = "down"  # before its process ends: nobody may see one that is gone as up
                 await self._end(worker)
-                place.worker, place.state = None, "down" if place.wanted else "drained"
+                place.worker = None
                 if self.stopping:
                     return
                 if place.wanted:
                     place.replaced += 1
                     log.warning("Engine process %d %s; a new one is started.", place.rank, reason)
             while not place.wanted:
+                place.state = "drained"
                 await self._changed.wait()
             if loop.time() - began > self.patience.stable:
                 wait = self.patience.back_off
@@ -300,7 +341,7 @@ class WorkerPool:
     async def _launch(self, rank: int) -> Worker:
         self._launched += 1
         job = replace(self._job, socket=str(self._folder / f"{rank}-{self._launched}.sock"), number=rank)
-        return await self._start(rank, len(self.places), job, self.patience.start)
+        return await self._start(rank, self.wanted, job, self.patience.start)
 
     async def _catch_up(self, worker: Worker) -> None:
         """Apply the current weights and pause state to a worker. Raises EngineError for a folder of weights that has
@@ -343,6 +384,7 @@ class WorkerPool:
                 if health == "failed":
                     return "has a failed engine"
                 if health == "leaving":
+                    worker.leaving = True
                     break
             self._leave(self.places[worker.rank])
             await asyncio.wait((ended,), timeout=self._job.limits.stop_seconds + 5)

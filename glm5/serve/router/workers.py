@@ -79,6 +79,7 @@ class Worker:
         self.process = process
         self.in_flight = 0
         self.missed = 0
+        self.leaving = False  # told to stop, or lost
         self.doomed = False  # to be killed and replaced
         self.hung = False  # whether it is killed because it hung
         self.path = path

@@ -364,6 +364,48 @@ def test_a_rank_can_be_drained(calm: Routed) -> None:
     calm.until_up()
 
 
+def test_engines_are_added_and_taken_away_under_load(
+    forks: Any, checkpoint: Path, tmp_path: Path, expected: dict[tuple[str, str], str]
+) -> None:
+    """One engine, two, and one again, twice, while clients ask: no answer is lost, refused or wrong."""
+    calm = PATIENCE.replace("answer=6.0", "answer=60.0")  # on a busy machine no engine must count as hung
+    server = Routed(forks, checkpoint, tmp_path / "t", ", most=2", engines=1, patience=calm)
+
+    def resize(count: int) -> None:
+        assert server.client.post("/workers", json={"engines": count}).status_code == 200
+
+    assert server.client.post("/workers", json={"engines": 3}).status_code == 400
+    long = body("count", max_tokens=400, ignore_eos=True, stream=True)
+    with Load(server, expected, clients=4) as load:
+        for _ in range(2):
+            resize(2)
+            wait_until(lambda: server.client.get("/health").json()["workers"] == {"up": 2, "of": 2}, 60)
+            before, ran = load.counts.total(), server.value('glm5_router_requests_total{worker="1"}')
+            wait_until(lambda: load.counts.total() > before + 12, 60)  # noqa: B023
+            assert server.value('glm5_router_requests_total{worker="1"}') > ran
+            pid = server.workers()[1]["pid"]
+            streams = [
+                server.client.stream("POST", CHAT, json=long, headers={"x-session-id": str(i)}) for i in range(8)
+            ]
+            with contextlib.ExitStack() as open_streams:
+                lines = [open_streams.enter_context(stream).iter_lines() for stream in streams]
+                for each in lines:
+                    next(each)
+                assert server.workers()[1]["in_flight"] and server.value("glm5_router_role_running") > 0
+                resize(1)
+                assert server.workers()[1]["state"] == "draining" and alive(pid)
+                for each in lines:
+                    assert [line for line in each if line][-1] == "data: [DONE]"
+            wait_until(lambda: server.workers()[1]["state"] == "drained" and not alive(pid), 60)  # noqa: B023
+            assert server.value("glm5_router_role_tokens_per_second") > 0
+    assert not load.wrong, load.wrong[:3]
+    assert set(load.counts) <= {"whole", "streamed"} and load.counts.total() > 24, load.counts
+    print(f"grown and shrunk twice: {dict(load.counts)}, slowest {load.slowest:.1f} s")
+    assert server.value("glm5_router_retries_total") == server.value("glm5_router_streams_cut_total") == 0
+    assert [worker["replaced"] for worker in server.workers()] == [0, 0]
+    server.end()
+
+
 def test_new_engines_have_the_weights_that_were_pushed(
     calm: Routed, tokenizer: Tokenizer, tmp_path: Path, checkpoint: Path
 ) -> None:

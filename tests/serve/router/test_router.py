@@ -23,10 +23,12 @@ from glm5.errors import EngineError, UsageError
 from glm5.serve.access import ADMIN_PATHS, Access
 from glm5.serve.app import create_app
 from glm5.serve.connection import bind
-from glm5.serve.metrics import Metrics
+from glm5.serve.errors import ApiError
+from glm5.serve.metrics import Metrics, Rate
 from glm5.serve.options import EngineOptions, Limits, PrefillServers
 from glm5.serve.router.affinity import affinity_of
 from glm5.serve.router.app import ANY_PATHS, SESSION_PATHS, create_router, run
+from glm5.serve.router.expert_pool import ExpertPool
 from glm5.serve.router.metrics import merged
 from glm5.serve.router.pool import WorkerPool
 from glm5.serve.router.process import WorkerJob
@@ -514,7 +516,117 @@ def test_a_drained_rank_comes_and_goes() -> None:
     assert played.counts() == [8, 0]
     for nobody in ("2", "x", "-1", "1" * 4400):
         assert played.client.post(f"/workers/{nobody}/drain").status_code == 404
-    assert played.client.get("/health").json()["workers"] == {"up": 1, "of": 2}
+    assert played.client.get("/health").json()["workers"] == {"up": 1, "of": 1}
+
+
+class Mortal(Process):
+    """A process that ends when it is told to."""
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+
+    async def wait(self) -> int:
+        await self.ended.wait()
+        return 0
+
+    def send_signal(self, number: int) -> None:
+        self.ended.set()
+
+
+class Growing:
+    """A router whose engines can be started and ended."""
+
+    def __init__(self, count: int, **options: Any) -> None:
+        self.started: list[Worker] = []
+        job = WorkerJob("/nowhere", "", None, Limits(), EngineOptions())
+        patience = Patience(wait=5, beat=0.02, back_off=0.001)
+        self.pool = WorkerPool(count, job, patience, self.launch, **options)
+        transport = httpx.ASGITransport(create_router(self.pool), client=LOCAL)
+        self.client = httpx.AsyncClient(transport=transport, base_url="http://test")
+
+    async def launch(self, rank: int, count: int, job: WorkerJob, seconds: float) -> Worker:
+        worker = Worker(rank, Mortal(), Path("/nowhere"))  # type: ignore[arg-type]
+        rate = f"glm5_tokens_per_second {3 + rank}\n"
+        transport = httpx.MockTransport(lambda request: httpx.Response(200, json={}, text=rate))
+        worker.client = httpx.AsyncClient(transport=transport, base_url="http://worker")
+        self.started.append(worker)
+        return worker
+
+    async def ask(self, engines: Any, **fields: Any) -> httpx.Response:
+        return await self.client.post("/workers", json={"engines": engines, **fields})
+
+    async def until(self, *states: str) -> None:
+        async with asyncio.timeout(10):
+            while [place.state for place in self.pool.places] != [*states]:
+                await asyncio.sleep(0.005)
+
+
+def test_engines_come_and_go_at_run_time() -> None:
+    async def work() -> None:
+        growing = Growing(1, most=3)
+        await growing.pool.start()
+        try:
+            shown = (await growing.ask(2)).json()
+            assert shown["engines"] == {"any": {"wanted": 2, "up": 1}} and shown["max_engines"] == 3
+            await growing.until("up", "up")
+            for wrong in (0, 4, -1, 10**30, "2", 2.0, True, None):
+                assert (await growing.ask(wrong)).status_code == 400, wrong
+            for body in (b"", b"[]", b"{}", b'{"engines": 1, "more": 2}', b'{"engines": 1, "role": 2}', b"[" * 10_000):
+                assert (await growing.client.post("/workers", content=body)).status_code == 400, body
+            assert "roles are: any" in (await growing.ask(1, role="prefill")).text
+
+            busy = growing.started[1]
+            with busy.busy():
+                assert (await growing.ask(1)).json()["workers"][1]["state"] == "draining"
+                assert growing.pool.up == 1 and not busy.process.ended.is_set()  # type: ignore[attr-defined]
+                assert (await growing.client.get("/health")).json()["workers"] == {"up": 1, "of": 1}
+                await growing.ask(2)  # it comes back as it is
+                assert growing.pool.up == 2 and growing.pool.live()[1] is busy
+                await growing.ask(1)
+            await growing.until("up", "drained")
+            assert len(growing.started) == 2 and growing.pool.places[1].replaced == 0
+            text = (await growing.client.get("/metrics")).text
+            label = '{role="any"}'
+            for line in (f"role_engines_wanted{label} 1", f"role_tokens_per_second{label} 3.0", "engines_most 3"):
+                assert f"glm5_router_{line}" in text.splitlines()
+            await growing.ask(3)
+            await growing.until("up", "up", "up")
+            assert sorted(worker.rank for worker in growing.started) == [0, 1, 1, 2]
+            assert 'glm5_router_role_tokens_per_second{role="any"} 12.0' in (await growing.client.get("/metrics")).text
+        finally:
+            await growing.pool.close()
+        assert (await growing.ask(2)).status_code == 503
+
+    asyncio.run(work())
+
+
+def test_each_role_has_its_own_number_of_engines() -> None:
+    async def work() -> None:
+        growing = Growing(2, prefill=1, most=4)
+        await growing.pool.start()
+        try:
+            assert (await growing.ask(3)).status_code == 200  # those that decode
+            await growing.until("up", "up", "up", "up")
+            assert [place.role for place in growing.pool.places] == ["prefill", "decode", "decode", "decode"]
+            assert (await growing.ask(2, role="prefill")).status_code == 400  # four in all
+            assert (await growing.ask(0, role="prefill")).status_code == 200
+            assert (await growing.ask(4)).status_code == 200
+            await growing.until("drained", "up", "up", "up", "up")
+            assert (await growing.ask(0, role="decode")).status_code == 400
+        finally:
+            await growing.pool.close()
+
+    asyncio.run(work())
+
+
+def test_engines_that_share_experts_are_a_fixed_number() -> None:
+    job = WorkerJob("/nowhere", "", None, Limits(), EngineOptions(ep=2))
+    with pytest.raises(ApiError, match="their number is fixed"):
+        ExpertPool(2, job).resize(1)
+    with pytest.raises(UsageError, match="leave out --max-engines"):
+        run("/nowhere", engines=2, most=3, options=EngineOptions(ep=2))
+    with pytest.raises(UsageError, match="--max-engines 1 is below the 2 engines"):
+        run("/nowhere", engines=2, most=1)
 
 
 def test_run_refuses(tmp_path: Path) -> None:
@@ -548,7 +660,7 @@ def test_the_command_line_starts_what_it_is_told(monkeypatch: pytest.MonkeyPatch
     for module in ("app", "router.app"):
         target = f"glm5.serve.{module}.run"
         monkeypatch.setattr(target, lambda *a, module=module, **k: started.append((module, a, k)))
-    for arguments in ([], ["--dp", "3"]):
+    for arguments in ([], ["--dp", "3"], ["--max-engines", "2"]):
         assert CliRunner().invoke(cli, ["serve", str(tmp_path), *arguments]).exit_code == 0
     for wrong in (
         "--prefill-url somewhere",
@@ -560,7 +672,9 @@ def test_the_command_line_starts_what_it_is_told(monkeypatch: pytest.MonkeyPatch
         assert CliRunner().invoke(cli, ["serve", str(tmp_path), *wrong.split()]).exit_code != 0
     defaults = {"access": Access(), "limits": Limits(), "options": EngineOptions(), "prefill_servers": PrefillServers()}
     common = (tmp_path, "127.0.0.1", 8000, None)
-    assert started == [("app", common, defaults), ("router.app", common, {"engines": 3, "prefill": 0, **defaults})]
+    routed = {"engines": 3, "prefill": 0, "most": None, **defaults}
+    few = ("router.app", common, {**routed, "engines": 1, "most": 2})
+    assert started == [("app", common, defaults), ("router.app", common, routed), few]
     given = (
         "--exact --speculative 2 --max-batch 8 --cache-tokens 999 --host-cache-mb 3 --max-requests 4 --max-samples 5"
     )
@@ -584,7 +698,7 @@ def test_the_command_line_starts_what_it_is_told(monkeypatch: pytest.MonkeyPatch
     for wrong in ("--dp 0", "--dp -1", "--max-samples 0", "--stop-seconds inf", "--request-seconds 0", *worse):
         result = CliRunner().invoke(cli, ["serve", str(tmp_path), *wrong.split()])
         assert getattr(result.exception, "exit_code", result.exit_code) == 2
-    assert len(started) == 3
+    assert len(started) == 4
 
 
 def test_an_engine_that_joins_late_does_not_read_other_weights_under_the_same_version(tmp_path: Path) -> None:
@@ -616,3 +730,18 @@ def test_an_engine_that_joins_late_does_not_read_other_weights_under_the_same_ve
             await pool._catch_up(worker)
 
     asyncio.run(work())
+
+
+def test_the_rate_of_the_last_seconds() -> None:
+    now = 100.5
+    rate = Rate(10, clock=lambda: now)
+    assert rate.value == 0
+    for second in range(100, 125):
+        now = second + 0.5
+        rate.add(20)
+        rate.add(10)
+    assert rate.value == 30  # not of the second that has not ended
+    now += 6
+    assert rate.value == 15
+    now += 1000
+    assert rate.value == 0
