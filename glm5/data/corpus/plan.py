@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import json
 import os
+import re
 import stat
 import sysconfig
 from collections import Counter
@@ -30,6 +31,7 @@ _NO_CODE = {"__pycache__", "node_modules", "lib-dynload"}
 PLAN = "plan"
 GIT = "git:"
 _MOST_GIT = 64 << 20
+_VERSION = re.compile(r"[-_.]v?\d.*$|(\.(tar|t?[gbx]z2?|zip|whl|dsc))+$")
 _CHANGES = 64
 """Changes of a git history in one input."""
 _MOST_REPOSITORY = 256 << 20
@@ -39,7 +41,7 @@ _MOST_REPOSITORY = 256 << 20
 @dataclass(frozen=True)
 class Input:
     """A file to read: source, path, its name in the corpus and its license. Size and time tell whether it has changed
-    since. A repository has `members`, its files."""
+    since. A repository has `members`, its files. `repository` is what it belongs to, by `repository_key`."""
 
     source: str
     path: str
@@ -48,6 +50,7 @@ class Input:
     mtime_ns: int
     license: str = ""
     members: tuple[Input, ...] = ()
+    repository: str = ""
 
     def check(self) -> None:
         """Raise DataError for a file that is not the planned one. Called before and after it is read."""
@@ -64,6 +67,12 @@ class Input:
                 f"{self.path} has changed since this corpus was planned, so its parts would not fit together; "
                 "choose a new --out."
             )
+
+
+def repository_key(name: str) -> str:
+    """A name for all copies of a repository: of a clone, a package or an archive, in any version."""
+    plain = name.lower().removesuffix(".git")
+    return _VERSION.sub("", plain) or plain
 
 
 def list_inputs(source: SourceConfig) -> tuple[list[Input], Counter[str]]:
@@ -147,7 +156,10 @@ def _inputs(source: SourceConfig, skipped: Counter[str]) -> Iterator[Input]:
             said = (one.text for one in documents if one.path.lower().startswith(("licen", "copying", "copyright")))
             license = all_of(map(recognised, said))
             name = f"{source.name}/{Path(place).name}"
-            yield Input(source.name, f"{place}@{commit}", name, size, 0, license or source.license or "")
+            key = repository_key(_plain_name(Path(place)))
+            yield Input(
+                source.name, f"{place}@{commit}", name, size, 0, license or source.license or "", repository=key
+            )
         return
     root = _root(source.path).resolve()
     if root.is_file():
@@ -168,6 +180,11 @@ def _inputs(source: SourceConfig, skipped: Counter[str]) -> Iterator[Input]:
             yield replace(_input(source.name, path, name, status), license=licenses.of(name) or source.license or "")
 
 
+def _plain_name(repository: Path) -> str:
+    """The name of a repository's folder, also of a checkout whose `.git` is given."""
+    return repository.parent.name if repository.name == ".git" else repository.name
+
+
 def _history(source: SourceConfig, skipped: Counter[str]) -> Iterator[Input]:
     """Batches of neighbouring changes of a git repository, which share most of their files; together they count as
     large as its newest commit."""
@@ -183,8 +200,8 @@ def _history(source: SourceConfig, skipped: Counter[str]) -> Iterator[Input]:
                 Input(source.name, f"{place}@{sha}", f"{name}/{sha[:12]}", size, 0, license)
                 for sha in shas[start : start + _CHANGES]
             )
-            path = f"{place}@{history.head}"
-            yield Input(source.name, path, f"{name}+{start}", size * len(members), 0, license, members)
+            path, key = f"{place}@{history.head}", repository_key(_plain_name(history.git.path))
+            yield Input(source.name, path, f"{name}+{start}", size * len(members), 0, license, members, key)
 
 
 def _packages(source: SourceConfig, skipped: Counter[str]) -> Iterator[Input]:
@@ -207,7 +224,8 @@ def _packages(source: SourceConfig, skipped: Counter[str]) -> Iterator[Input]:
         members = (_input(source.name, path, name, status), *beside)
         plain = members[0].name.removesuffix(".dsc")
         size = sum(one.bytes for one in members)
-        yield Input(source.name, str(path), plain, size, 0, source.license or "", members)
+        key = repository_key(path.name.partition("_")[0])
+        yield Input(source.name, str(path), plain, size, 0, source.license or "", members, key)
 
 
 def _by_repository(inputs: list[Input]) -> list[Input]:
@@ -218,12 +236,14 @@ def _by_repository(inputs: list[Input]) -> list[Input]:
         if not top:
             found += members
             continue
-        mine = list(members)
+        key = repository_key(top)
+        mine = [replace(one, repository=key) for one in members]
         sizes = accumulate(one.bytes for one in mine)
         for piece, group in groupby(zip(mine, sizes, strict=True), lambda pair: pair[1] // _MOST_REPOSITORY):
             files = tuple(one for one, _ in group)
             name = f"{mine[0].source}/{top}" + (f"+{piece}" if piece else "")
-            found.append(Input(mine[0].source, "", name, sum(one.bytes for one in files), 0, mine[0].license, files))
+            size = sum(one.bytes for one in files)
+            found.append(Input(mine[0].source, "", name, size, 0, mine[0].license, files, key))
     return found
 
 
