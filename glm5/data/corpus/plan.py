@@ -83,7 +83,7 @@ def list_inputs(source: SourceConfig) -> tuple[list[Input], Counter[str]]:
     if source.repositories:
         found = _by_repository(found)
     if not found:
-        left_out = ", ".join(f"{count:,} {reason}" for reason, count in sorted(skipped.items()))
+        left_out = ", ".join(f"{count:,} {reason}" for reason, count in sorted((+skipped).items()))
         why = f" ({left_out})" if left_out else ""
         raise DataError(f'The source "{source.name}" ({source.path}) has no file to read{why}.')
     return found, skipped
@@ -152,7 +152,9 @@ def _inputs(source: SourceConfig, skipped: Counter[str]) -> Iterator[Input]:
         documents = list(read_git(source.path.removeprefix(GIT), report, _MOST_GIT))
         size, commit = sum(len(one.text) for one in documents), report.sources[-1].revision
         place = source.path if Path(source.path.removeprefix(GIT)).is_dir() else source.path.rpartition("@")[0]
-        if documents:
+        if not documents:
+            skipped.update(too_large=report.sources[-1].bad, binary=report.sources[-1].binary)
+        else:
             said = (one.text for one in documents if one.path.lower().startswith(("licen", "copying", "copyright")))
             license = all_of(map(recognised, said))
             name = f"{source.name}/{Path(place).name}"
@@ -265,27 +267,22 @@ def _walk(root: Path, passed_over: set[str], skipped: Counter[str]) -> Iterator[
     loops and nothing outside is read: what a link inside names is found by its own name."""
     stack = [root]
     while stack:
-        folder = stack.pop()
-        if folder.is_dir():
-            try:
-                entries = sorted(os.scandir(folder), key=lambda entry: entry.name, reverse=True)
-            except OSError:
-                skipped["unreadable"] += 1
-                continue
-            for entry in entries:
-                if entry.name.startswith(".") or entry.name in passed_over:
-                    continue
-                if entry.is_symlink():
-                    skipped["link"] += 1
-                else:
-                    stack.append(Path(entry.path))
-            continue
-        try:
-            status = os.lstat(folder)
+        path = stack.pop()
+        try:  # folders may be deeper than the system takes at once
+            status = os.lstat(path)
+            folder = stat.S_ISDIR(status.st_mode)
+            entries = sorted(os.scandir(path), key=lambda entry: entry.name, reverse=True) if folder else []
         except OSError:
             skipped["unreadable"] += 1
             continue
+        for entry in entries:
+            if entry.name.startswith(".") or entry.name in passed_over:
+                continue
+            if entry.is_symlink():
+                skipped["link"] += 1
+            else:
+                stack.append(Path(entry.path))
         if stat.S_ISREG(status.st_mode):
-            yield folder, folder.relative_to(root).as_posix(), status
-        else:
+            yield path, path.relative_to(root).as_posix(), status
+        elif not folder:
             skipped["special"] += 1
