@@ -172,6 +172,7 @@ def _run_stages(
 
                     run_stage(stage, recipe.name, workers, logs, sbatch)
                 else:
+                    os.environ.setdefault("RAY_LOG_TO_DRIVER", "0")  # it would write among our output
                     from datatrove.executor.ray import RayPipelineExecutor
 
                     RayPipelineExecutor(stage.steps, stage.tasks, most, logging_dir=str(logs)).run()
