@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 TASKS = 8
-STAGES = ("read", "exact", "minhash", "pairs", "clusters")
+STAGES = ("read", "exact", "minhash", "pairs", "proposed", "verify", "clusters")
 """Ours that do what the other pipeline does; the others write token shards."""
 
 

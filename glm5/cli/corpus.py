@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
 from glm5.cli.options import Checkpoint, Device, Json, Out, Overrides, Recipe, data_app, show
 from glm5.errors import UsageError
 
-EXECUTORS = ("local", "ray")
+EXECUTORS = ("local", "ray", "slurm")
 
 
 @data_app.command("run")
@@ -19,7 +19,12 @@ def data_run(
     recipe: Recipe,
     out: Out,
     workers: Annotated[int | None, typer.Option(min=1, help="Parts at the same time; default: one per core.")] = None,
-    executor: Annotated[str, typer.Option(help="local, or ray (a cluster named by RAY_ADDRESS).")] = "local",
+    executor: Annotated[
+        str, typer.Option(help="local, ray (a cluster named by RAY_ADDRESS), or slurm (jobs; run it on a login node).")
+    ] = "local",
+    sbatch: Annotated[
+        list[str], typer.Option(help="With slurm, an option of sbatch: partition=cpu, time=8:00:00, mem-per-cpu=4G.")
+    ] = [],  # noqa: B006
     overrides: Overrides = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
@@ -31,14 +36,18 @@ def data_run(
     from glm5.obs.progress import QuietConsole
 
     if executor not in EXECUTORS:
-        raise UsageError(f'--executor is "{executor:.40}"; choose {" or ".join(EXECUTORS)}.')
+        raise UsageError(f'--executor is "{executor:.40}"; choose {", ".join(EXECUTORS[:-1])} or {EXECUTORS[-1]}.')
+    options = dict(one.partition("=")[::2] for one in sbatch)
+    if "" in options or "" in options.values() or (options and executor != "slurm"):
+        raise UsageError("--sbatch takes NAME=VALUE, as in --sbatch partition=cpu, and needs --executor slurm.")
     checked = load_recipe(recipe, CorpusRecipe, overrides)
     with QuietConsole().status("planning") as status:
         account = run_corpus(
             checked,
             out,
-            executor="ray" if executor == "ray" else "local",
+            executor=cast(Any, executor),
             workers=workers,
+            sbatch=options,
             progress=lambda now: status.update(str(now)),
         )
     if as_json:

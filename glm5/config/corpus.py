@@ -176,9 +176,11 @@ class DedupConfig(Frozen):
     """Share of a document's characters in such lines that drops it."""
     minhash: bool = True
     shingle_words: int = Field(5, ge=1)
-    buckets: int = Field(14, ge=1)
-    """A pair of Jaccard similarity s is found with probability 1 - (1 - s^hashes)^buckets; 92 % at s = 0.8."""
+    buckets: int = Field(18, ge=1)
+    """MinHash proposes a pair of Jaccard similarity s with probability 1 - (1 - s^hashes)^buckets: 96.3 % at 0.8."""
     hashes: int = Field(8, ge=1)
+    similarity: float = Field(0.7, ge=0, le=1)
+    """Least Jaccard similarity of a pair, by all its shingles; a proposed pair below is not joined."""
     semantic: SemanticConfig | None = None
     """SemDedup; `[dedup.semantic]` switches it on."""
     held_out: float | None = Field(0.5, ge=0.3, le=1)

@@ -124,6 +124,12 @@ def similarity(a: np.ndarray, b: np.ndarray) -> float:
     return common / (len(a) + len(b) - common)
 
 
+def near(a: np.ndarray, b: np.ndarray, least: float) -> bool:
+    """Whether the similarity of two sorted arrays of distinct hashes is at least `least`."""
+    # It is at most the ratio of the sizes.
+    return min(len(a), len(b)) >= least * max(len(a), len(b)) and similarity(a, b) >= least
+
+
 class SketchFile:
     """Sketches in flat files in a folder: appended one by one, then memory-mapped."""
 
@@ -252,7 +258,7 @@ class _Join:
                 low, high = sorted((int(window[0]), int(window[other])))
                 if low == high or own is None:
                     continue
-                if _near(own, self.shingles(int(members[place + other])), self.threshold):
+                if near(own, self.shingles(int(members[place + other])), self.threshold):
                     forest.parents[high] = low
                     window[window == high] = low
                 elif crowd:
@@ -268,11 +274,6 @@ class _Join:
         near = np.count_nonzero(same, axis=1) >= (self.threshold - 0.25) * NUM_PERM
         by_band = same[:, : self.count * self.rows].reshape(-1, self.count, self.rows).all(axis=2)
         return np.asarray(near & ~(by_band & self.settled[index]).any(axis=1))
-
-
-def _near(a: np.ndarray, b: np.ndarray, threshold: float) -> bool:
-    # The similarity is at most the ratio of the sizes.
-    return min(len(a), len(b)) >= threshold * max(len(a), len(b)) and similarity(a, b) >= threshold
 
 
 @dataclass(frozen=True)

@@ -229,6 +229,7 @@ def read_parquet(path: Path, column: str, report: ReadReport, limit: int) -> Ite
         left = _MOST_TEXT + _MOST_RATIO * path.stat().st_size
         with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
             columns = _columns(path, file.schema_arrow, column)
+            _check_sizes(path, file.metadata, columns)
             for row in _rows(file, columns):
                 number += 1
                 where = f"{path}:row {number}"
@@ -254,6 +255,15 @@ def read_parquet(path: Path, column: str, report: ReadReport, limit: int) -> Ite
         raise DataError(
             f"{path} is not a parquet file, or is damaged after row {number}: {_first_line(error)}"
         ) from None
+
+
+def _check_sizes(path: Path, metadata: Any, columns: list[str]) -> None:
+    """Raise DataError for columns that say themselves that they unpack to far more bytes than they have."""
+    for group in (metadata.row_group(number) for number in range(metadata.num_row_groups)):
+        for chunk in (group.column(number) for number in range(group.num_columns)):
+            most = _MOST_TEXT + _MOST_RATIO * chunk.total_compressed_size
+            if chunk.path_in_schema in columns and chunk.total_uncompressed_size > most:
+                raise DataError(f"{path} unpacks to more than {_MOST_RATIO} times its size; write it as JSONL.")
 
 
 def _rows(file: Any, columns: list[str]) -> Iterator[dict[str, Any]]:

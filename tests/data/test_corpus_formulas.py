@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 pytest.importorskip("resiliparse")
@@ -89,3 +91,22 @@ def test_hostile_formulas_are_text() -> None:
         found = extracted(inner)
         assert TEXT in found.text
     assert extracted(f"<math>{PLAIN}{PLAIN}</math> and {PLAIN}").formulas == 2
+
+
+@pytest.mark.parametrize(
+    ("inner", "formulas"),
+    [
+        (PLAIN * 3000, 3000),
+        ("<math>" * 3000, 0),
+        ("<math>" * 3000 + PLAIN, 0),
+        ("x<sub>1</sub>" * 3000, 0),
+        ("<sub>" * 3000, 0),
+        ('<span class="katex">' * 3000 + PLAIN, 1),
+        ("<math><annotation>" * 3000, 0),
+        ('<img class="math" alt="$x$">' * 3000, 3000),
+    ],
+)
+def test_thousands_of_formulas_take_seconds(inner: str, formulas: int) -> None:
+    began = time.process_time()
+    assert extracted(inner).formulas == formulas
+    assert time.process_time() - began < 3

@@ -10,7 +10,8 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from glm5.data.corpus.split import SKETCH, HeldOutDocuments, moves, shingles_of
+from glm5.data.corpus.plan import repository_key
+from glm5.data.corpus.split import SKETCH, HeldOutDocuments, moves, shingles_of, write_shingles
 from glm5.data.dedup import plain_words
 
 
@@ -35,13 +36,9 @@ def variant(draw: random.Random, original: str) -> str:
 
 
 def on_disk(folder: Path, texts: list[str]) -> HeldOutDocuments:
-    """Held-out documents of two parts, as `WriteHeldOut` writes them."""
+    """Held-out documents of two parts."""
     for part in range(2):
-        found = [shingles_of(one, 5) for one in texts[part::2]]
-        ends = np.cumsum([len(one) for one in found])
-        rows = [(n, end - len(one), end) for n, (one, end) in enumerate(zip(found, ends, strict=True))]
-        np.save(folder / f"{part:05d}.shingles.npy", np.concatenate([np.empty(0, np.uint64), *found]))
-        np.save(folder / f"{part:05d}.documents.npy", np.array(rows, np.int64).reshape(-1, 3))
+        write_shingles(folder, part, ((n, shingles_of(one, 5)) for n, one in enumerate(texts[part::2])))
     return HeldOutDocuments(folder)
 
 
@@ -78,3 +75,29 @@ def test_what_resembles_a_moved_document_moves_too() -> None:
     ]
     both = [*rows, *((c, d, a, b, 1, s) for a, b, c, d, other, s in rows if other)]
     assert moves(np.array(both)) == {(0, 1), (0, 2), (3, 3)}
+
+
+def test_code_and_rows_of_a_repository_move_together() -> None:
+    rows = np.array([(0, 1, 5, 5, 0, 0.9), (7, 1, 0, 2, 1, 0.6)])
+    repositories = {(0, 1): "a", (0, 2): "a", (0, 3): "b", (1, 1): "a"}
+    assert moves(rows, repositories) == {(0, 1), (0, 2), (1, 1), (7, 1)}  # (7, 1) resembles (0, 2)
+    assert moves(rows) == {(0, 1)}
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("click", "click"),
+        ("Click.git", "click"),
+        ("click-8.1.7", "click"),
+        ("click-8.1.7.dist-info", "click"),
+        ("click_8.1.7-2.orig.tar.xz", "click"),
+        ("click-v8.tar.gz", "click"),
+        ("click.tgz", "click"),
+        ("ninja.py", "ninja.py"),
+        ("x-2d-draw", "x"),
+        ("-1", "-1"),
+    ],
+)
+def test_copies_of_a_repository_have_one_key(name: str, key: str) -> None:
+    assert repository_key(name) == key

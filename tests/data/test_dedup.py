@@ -161,13 +161,13 @@ def test_large_groups_need_few_comparisons() -> None:
 def comparisons(texts: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], Counter[int]]:
     """Groups, and how often each pair was compared exactly."""
     pairs: Counter[int] = Counter()
-    near = dedup._near
+    near = dedup.near
 
     def counted(a: np.ndarray, b: np.ndarray, threshold: float) -> bool:
         pairs[hash((a.tobytes(), b.tobytes()))] += 1
         return near(a, b, threshold)
 
-    monkeypatch.setattr(dedup, "_near", counted)
+    monkeypatch.setattr(dedup, "near", counted)
     return grouped(texts), pairs
 
 

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from glm5.data.corpus.scores import corpus_documents, hash_of, write_scores
+from glm5.data.documents import Document
 from tests.data.swe.test_swe_rows import LONG, PATCH, commit, package
+from tests.data.test_corpus_formats import tar
 from tests.data.test_corpus_generated import page as template_page
 from tests.data.test_git import git
 from tests.external.corpora import documents, page, prose, run, shards
@@ -69,6 +71,48 @@ problems = ["{tmp_path}/problems.jsonl"]
     assert sum("Diff:\ndiff --git" in text for _, text, _ in kept) == 13
     again = run(python, tmp_path / "r.toml", tmp_path / "two", "--workers", "2")
     assert again == found and shards(tmp_path / "one") == shards(tmp_path / "two")
+
+
+def code(draw: random.Random, functions: int) -> str:
+    return "".join(f"def f{draw.randrange(10**6)}(x):\n    return x + {draw.random()}\n\n" for _ in range(functions))
+
+
+def test_all_of_a_repository_is_on_one_side(python: Path, tmp_path: Path) -> None:
+    """As rows, as files of a commit and of an archive. A fork has a file that resembles one in training, so all of it
+    moves there."""
+    sides: dict[bool, list[str]] = {True: [], False: []}
+    for name in (f"lib{n}" for n in range(1000)):
+        sides[Document(f"repository {name}", "").held_out].append(name)
+    held_out, fork, other = *sides[True][:2], sides[False][0]
+    (tmp_path / "archives").mkdir()
+    text = f'[[sources]]\nname = "archives"\npath = "{tmp_path}/archives"\n'
+    for name in (held_out, fork, other):
+        root = tmp_path / name
+        root.mkdir()
+        git(root, "init", "-q")
+        files = {f"m{n}.py": code(random.Random(f"{name} {n}"), 40) for n in range(4)}
+        if name != held_out:
+            files["m0.py"] = code(random.Random("common"), 30) + code(random.Random(name), 10)
+        commit(root, "Start", dict(files))
+        for n in range(3):
+            words = prose(ord(name[-1]) + 7 * n, 2).replace("\n", " ")
+            commit(root, f"Change {n}\n\n{words}", {"m1.py": f"{files['m1.py']}# {name} {n}\n"})
+        archive = tar({"x/extra.py": code(random.Random(f"{name} extra"), 40).encode()})
+        (tmp_path / "archives" / f"{name}-1.0.tar.gz").write_bytes(archive)
+        for kind, more in (("rows", "[sources.changes]\n"), ("files", "")):
+            text += f'[[sources]]\nname = "{kind}-{name}"\npath = "git:{root}"\n{more}'
+    (tmp_path / "r.toml").write_text(f'name = "t"\ntasks = 3\n{text}')
+    found = run(python, tmp_path / "r.toml", tmp_path / "out", "--workers", "2")
+    split: dict[str, dict[str, list[str]]] = {}
+    for kind in ("swe", "code"):
+        for side, _, known in documents(tmp_path / "out", kind):
+            split.setdefault(known["repository"], {}).setdefault(side, []).append(kind)
+    assert {name: list(side) for name, side in split.items()} == {
+        held_out: ["held_out"], fork: ["train"], other: ["train"]
+    }  # fmt: skip
+    for side in split.values():
+        assert sorted(next(iter(side.values()))) == ["code"] * 5 + ["swe"] * 3
+    assert found["held_out"]["moved"] == 8 and found["held_out"]["documents"] == 8
 
 
 def test_templates_formulas_and_scores(python: Path, tmp_path: Path) -> None:

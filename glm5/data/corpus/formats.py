@@ -60,7 +60,7 @@ def texts(path: Path, name: str, limits: LimitConfig, field: str, extract: Extra
         yield Skipped(name, str(refusal))
     except MemoryError:
         yield Skipped(name, "bomb")
-    except ImportError:
+    except (ImportError, DataError):  # no fault of the file
         raise
     except Exception:  # parsers of hostile files raise almost anything
         yield Skipped(name, "damaged")

@@ -10,13 +10,19 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 _RENDERED = ("mjx-container", ".katex-display", ".katex", ".mwe-math-element", ".MathJax", ".MathJax_SVG", ".mjx-chtml")
 """Elements of a rendered formula; most have MathML for screen readers inside."""
-_PREVIEWS = ".MathJax_Preview, .MathJax_Display, .MathJax, .MathJax_SVG, .mjx-chtml"
+_PREVIEWS = (".MathJax_Preview", ".MathJax_Display", ".MathJax", ".MathJax_SVG", ".mjx-chtml")
 """Rendered beside a script with the source."""
+_SCRIPT = "math/tex"
+_NAMES = frozenset(("math", "annotation", "img", "sub", "sup", _SCRIPT, *_RENDERED, *_PREVIEWS))
+"""Tags, classes and the type of scripts that matter here."""
 _PICTURE = re.compile(r"\b(math|tex|latex|formula(Inl|Dsp)?|mwe-math-fallback-image-\w+|equation)\b", re.IGNORECASE)
 _SOURCE = re.compile(r"(^|/)(math|latex|tex|imgmath)/|form_\d+\.(png|svg)|latex\.php|mathtex\.cgi", re.IGNORECASE)
 _TEX = re.compile(r"[\\^_{}$=<>+]|^\w$|^[\w\s,()|/*-]{1,40}$")
@@ -47,50 +53,98 @@ _SYMBOLS = {
     "⟨": "langle", "⟩": "rangle", "‖": "|",
 }  # fmt: skip
 _DEEPEST = 60
-_MOST = 20_000
-"""Characters of one formula."""
+_MOST, _MOST_IN_INDEX = 20_000, 50
+"""Characters of one formula, and elements; elements of an index."""
 
 
 def show_formulas(tree: Any) -> int:
     """Replace the formulas of a page (resiliparse's HTMLTree), in place, by text: TeX between $ or $$. Returns their
     number; indices of <sub> and <sup> do not count."""
-    page = _Page(tree)
     if tree.body is None:
         return 0
-    scripts = tree.body.query_selector_all('script[type^="math/tex"]')
-    if scripts:
-        for node in list(tree.body.query_selector_all(_PREVIEWS)):
-            page.remove(node)
-    for selector in _RENDERED:
-        page.each(selector, _rendered)
-    page.each('script[type^="math/tex"]', lambda node: _marked(node.text, "display" in (node.getattr("type") or "")))
-    page.each("math", _mathml)
-    page.each("img", _picture)
+    page = _Page(tree)
+    if page.named[_SCRIPT]:
+        page.each(_PREVIEWS, lambda one: "", inner=True)
+    for name in _RENDERED:
+        page.each((name,), _rendered)
+    page.each((_SCRIPT,), lambda one: _marked(one.node.text, "display" in (one.node.getattr("type") or "")))
+    page.each(("math",), lambda one: _mathml(one.node, one.inside("annotation")))
+    page.each(("img",), lambda one: _picture(one.node))
     found = page.count
-    page.each("sub", lambda node: _index(node, "_"), inner=True)
-    page.each("sup", lambda node: _index(node, "^"), inner=True)
+    page.each(("sub",), lambda one: _index(one, "_"), inner=True)
+    page.each(("sup",), lambda one: _index(one, "^"), inner=True)
     return found
 
 
+@dataclass
+class _Element:
+    """An element of a page, and the places of it and of the end of what it contains, among all elements in order."""
+
+    node: Any
+    page: _Page
+    start: int
+    end: int = 0
+
+    def inside(self, name: str) -> list[Any]:
+        """The nodes of this name that it contains."""
+        found = self.page.named[name]
+        low, high = (bisect_left(found, place, key=lambda one: one.start) for place in (self.start, self.end))
+        return [one.node for one in found[low:high]]
+
+
 class _Page:
+    """The elements of a page by name, from one walk: resiliparse's lists of elements look for each of their elements
+    from the start, which takes minutes for some thousand."""
+
     def __init__(self, tree: Any) -> None:
         self._tree, self.count = tree, 0
+        self.named: dict[str, list[_Element]] = {name: [] for name in _NAMES}
+        self._gone = bytearray(self._walk(tree.body))
 
-    def each(self, selector: str, text: Callable[[Any], str | None], inner: bool = False) -> None:
-        """Replace the elements for which `text` returns one; `inner`: those inside of others, too."""
-        within = 0
-        for node in list(self._tree.body.query_selector_all(selector)):  # an element comes before those inside
-            if within:
-                within -= 1
+    def _walk(self, body: Any) -> int:
+        count, stack = 0, list[tuple[Any, _Element | None]]()
+        node = body.first_element_child
+        while node is not None or stack:
+            if node is None:
+                node, element = stack.pop()
+                if element is not None:
+                    element.end = count
+                node = node.next_element_sibling
                 continue
-            within = 0 if inner else len(node.query_selector_all(selector))
-            if node.parent is not None and (shown := text(node)):
-                node.parent.replace_child(self._tree.create_text_node(shown), node)
-                self.count += 1
+            names = _names(node)
+            element = _Element(node, self, count) if names else None
+            for name in names:
+                self.named[name].append(element)
+            count += 1
+            stack.append((node, element))
+            node = node.first_element_child
+        return count
 
-    def remove(self, node: Any) -> None:
-        if node.parent is not None:
-            node.parent.remove_child(node)
+    def each(self, names: Sequence[str], text: Callable[[_Element], str | None], inner: bool = False) -> None:
+        """Replace the elements for which `text` returns one, remove those for which it returns ""; `inner`: those
+        inside of others, too."""
+        end = 0
+        for one in chain.from_iterable(self.named[name] for name in names):
+            if self._gone[one.start] or (not inner and one.start < end):
+                continue
+            end = one.end
+            shown = text(one) if one.node.parent is not None else None
+            if shown is None:
+                continue
+            if shown:
+                one.node.parent.replace_child(self._tree.create_text_node(shown), one.node)
+                self.count += 1
+            else:
+                one.node.parent.remove_child(one.node)
+            self._gone[one.start : one.end] = b"\1" * (one.end - one.start)
+
+
+def _names(node: Any) -> set[str]:
+    """The names of an element that are in _NAMES."""
+    found = {node.tag} | {f".{name}" for name in (node.getattr("class") or "").split()}
+    if node.tag == "script" and (node.getattr("type") or "").startswith(_SCRIPT):
+        found.add(_SCRIPT)
+    return found & _NAMES
 
 
 def _marked(tex: str, display: bool) -> str | None:
@@ -103,17 +157,18 @@ def _marked(tex: str, display: bool) -> str | None:
     return f"$${tex}$$" if display else f"${tex}$"
 
 
-def _rendered(node: Any) -> str | None:
-    math = node.query_selector("math")
+def _rendered(one: _Element) -> str | None:
+    math = next(iter(one.inside("math")), None)
     if math is None:
         return None
-    display = "display" in (node.getattr("class") or "") or node.getattr("display") == "true"
-    return _mathml(math, display)
+    display = "display" in (one.node.getattr("class") or "") or one.node.getattr("display") == "true"
+    return _mathml(math, one.inside("annotation"), display)
 
 
-def _mathml(math: Any, display: bool = False) -> str | None:
+def _mathml(math: Any, notes: Sequence[Any], display: bool = False) -> str | None:
+    """A `math` element with the annotations in it."""
     display = display or math.getattr("display") == "block" or math.getattr("mode") == "display"
-    for note in math.query_selector_all("annotation"):
+    for note in notes:
         if "tex" in (note.getattr("encoding") or "").lower():
             return _marked(_without_style(note.text), display)
     if (said := math.getattr("alttext")) and said.strip():
@@ -136,8 +191,11 @@ def _picture(node: Any) -> str | None:
     return _marked(_without_style(said), bool(_DISPLAY.search(kind) or _DISPLAYED.search(said)))
 
 
-def _index(node: Any, sign: str) -> str | None:
+def _index(one: _Element, sign: str) -> str | None:
     """An index or exponent; notes with links, ordinals and long texts stay as they are."""
+    if one.end - one.start > _MOST_IN_INDEX:  # it has no short text, and elements may be inside of each other
+        return None
+    node = one.node
     text = " ".join(node.text.split())
     above = node.parent
     linked = node.query_selector("a") is not None or (above is not None and above.tag == "a")

@@ -11,7 +11,7 @@ import numpy as np
 from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
-from glm5.data.corpus.split import HeldOutDocuments, moves, shingles_of
+from glm5.data.corpus.split import HeldOutDocuments, moves, shingles_of, write_shingles
 from glm5.data.documents import Document as Named
 from glm5.files import atomic_write
 
@@ -19,12 +19,14 @@ _NOTED = 0.5  # pairs of this share of the least similarity are noted: they tell
 
 
 def is_held_out(document: Document) -> bool:
-    """Whether its name puts it into the held-out split."""
-    return Named(document.id, "").held_out
+    """Whether it belongs to the held-out split: by the name of its repository, else by its own. An SWE row shows files
+    of its repository, so all documents of a repository are on one side."""
+    repository = document.metadata.get("repository")
+    return Named(f"repository {repository}" if repository else document.id, "").held_out
 
 
 class WriteHeldOut(PipelineStep):
-    """Writes the shingles of a part's held-out documents."""
+    """Writes the shingles of a part's held-out documents, and the repositories of those that move with them."""
 
     type = "split"
     name = "held-out documents"
@@ -34,16 +36,17 @@ class WriteHeldOut(PipelineStep):
         self.folder, self.words = folder, words
 
     def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> None:
-        found: list[np.ndarray] = [np.empty(0, np.uint64)]
-        documents, end = [], 0
-        for number, document in enumerate(data):
-            if is_held_out(document):
-                found.append(shingles_of(document.text, self.words))
-                documents.append((number, end, end + len(found[-1])))
-                end += len(found[-1])
-        self.folder.mkdir(parents=True, exist_ok=True)
-        np.save(self.folder / f"{rank:05d}.shingles.npy", np.concatenate(found))
-        np.save(self.folder / f"{rank:05d}.documents.npy", np.array(documents, dtype=np.int64).reshape(-1, 3))
+        repositories: list[tuple[int, str]] = []
+
+        def found() -> Iterator[tuple[int, np.ndarray]]:
+            for number, document in enumerate(data):
+                if is_held_out(document):
+                    if document.metadata["kind"] in ("code", "swe") and document.metadata.get("repository"):
+                        repositories.append((number, document.metadata["repository"]))
+                    yield number, shingles_of(document.text, self.words)
+
+        write_shingles(self.folder, rank, found())
+        atomic_write(self.folder / f"{rank:05d}.repositories", json.dumps(repositories))
 
 
 class FindSimilar(PipelineStep):
@@ -70,19 +73,24 @@ class FindSimilar(PipelineStep):
 
 
 class Split(PipelineStep):
-    """Decides which held-out documents move to training: those similar to training text, and those similar to one that
-    moves."""
+    """Decides which held-out documents move to training: those similar to training text, those similar to one that
+    moves, and code and SWE rows of a repository of which one moves."""
 
     type = "split"
     name = "moves"
 
-    def __init__(self, pairs: Path, out: Path, least: float) -> None:
+    def __init__(self, shingles: Path, pairs: Path, out: Path, least: float) -> None:
         super().__init__()
-        self.pairs, self.out, self.least = pairs, out, least
+        self.shingles, self.pairs, self.out, self.least = shingles, pairs, out, least
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
         rows = np.concatenate([np.load(path) for path in sorted(self.pairs.glob("*.npy"))])
-        moved = moves(rows[rows[:, 5] >= self.least])
+        repositories = {
+            (int(path.stem), number): repository
+            for path in sorted(self.shingles.glob("*.repositories"))
+            for number, repository in json.loads(path.read_bytes())
+        }
+        moved = moves(rows[rows[:, 5] >= self.least], repositories)
         left = [
             value
             for a, b, c, d, other, value in rows.tolist()

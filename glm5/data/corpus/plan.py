@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import json
 import os
+import re
 import stat
 import sysconfig
 from collections import Counter
@@ -30,6 +31,7 @@ _NO_CODE = {"__pycache__", "node_modules", "lib-dynload"}
 PLAN = "plan"
 GIT = "git:"
 _MOST_GIT = 64 << 20
+_VERSION = re.compile(r"[-_.]v?\d.*$|(\.(tar|t?[gbx]z2?|zip|whl|dsc))+$")
 _CHANGES = 64
 """Changes of a git history in one input."""
 _MOST_REPOSITORY = 256 << 20
@@ -39,7 +41,7 @@ _MOST_REPOSITORY = 256 << 20
 @dataclass(frozen=True)
 class Input:
     """A file to read: source, path, its name in the corpus and its license. Size and time tell whether it has changed
-    since. A repository has `members`, its files."""
+    since. A repository has `members`, its files. `repository` is what it belongs to, by `repository_key`."""
 
     source: str
     path: str
@@ -48,6 +50,7 @@ class Input:
     mtime_ns: int
     license: str = ""
     members: tuple[Input, ...] = ()
+    repository: str = ""
 
     def check(self) -> None:
         """Raise DataError for a file that is not the planned one. Called before and after it is read."""
@@ -66,6 +69,12 @@ class Input:
             )
 
 
+def repository_key(name: str) -> str:
+    """A name for all copies of a repository: of a clone, a package or an archive, in any version."""
+    plain = name.lower().removesuffix(".git")
+    return _VERSION.sub("", plain) or plain
+
+
 def list_inputs(source: SourceConfig) -> tuple[list[Input], Counter[str]]:
     """The files of a source in order, and those that are not read, counted by reason. Raises DataError for a source
     that does not exist or contains no file to read."""
@@ -74,7 +83,7 @@ def list_inputs(source: SourceConfig) -> tuple[list[Input], Counter[str]]:
     if source.repositories:
         found = _by_repository(found)
     if not found:
-        left_out = ", ".join(f"{count:,} {reason}" for reason, count in sorted(skipped.items()))
+        left_out = ", ".join(f"{count:,} {reason}" for reason, count in sorted((+skipped).items()))
         why = f" ({left_out})" if left_out else ""
         raise DataError(f'The source "{source.name}" ({source.path}) has no file to read{why}.')
     return found, skipped
@@ -143,11 +152,16 @@ def _inputs(source: SourceConfig, skipped: Counter[str]) -> Iterator[Input]:
         documents = list(read_git(source.path.removeprefix(GIT), report, _MOST_GIT))
         size, commit = sum(len(one.text) for one in documents), report.sources[-1].revision
         place = source.path if Path(source.path.removeprefix(GIT)).is_dir() else source.path.rpartition("@")[0]
-        if documents:
+        if not documents:
+            skipped.update(too_large=report.sources[-1].bad, binary=report.sources[-1].binary)
+        else:
             said = (one.text for one in documents if one.path.lower().startswith(("licen", "copying", "copyright")))
             license = all_of(map(recognised, said))
             name = f"{source.name}/{Path(place).name}"
-            yield Input(source.name, f"{place}@{commit}", name, size, 0, license or source.license or "")
+            key = repository_key(_plain_name(Path(place)))
+            yield Input(
+                source.name, f"{place}@{commit}", name, size, 0, license or source.license or "", repository=key
+            )
         return
     root = _root(source.path).resolve()
     if root.is_file():
@@ -168,6 +182,11 @@ def _inputs(source: SourceConfig, skipped: Counter[str]) -> Iterator[Input]:
             yield replace(_input(source.name, path, name, status), license=licenses.of(name) or source.license or "")
 
 
+def _plain_name(repository: Path) -> str:
+    """The name of a repository's folder, also of a checkout whose `.git` is given."""
+    return repository.parent.name if repository.name == ".git" else repository.name
+
+
 def _history(source: SourceConfig, skipped: Counter[str]) -> Iterator[Input]:
     """Batches of neighbouring changes of a git repository, which share most of their files; together they count as
     large as its newest commit."""
@@ -183,8 +202,8 @@ def _history(source: SourceConfig, skipped: Counter[str]) -> Iterator[Input]:
                 Input(source.name, f"{place}@{sha}", f"{name}/{sha[:12]}", size, 0, license)
                 for sha in shas[start : start + _CHANGES]
             )
-            path = f"{place}@{history.head}"
-            yield Input(source.name, path, f"{name}+{start}", size * len(members), 0, license, members)
+            path, key = f"{place}@{history.head}", repository_key(_plain_name(history.git.path))
+            yield Input(source.name, path, f"{name}+{start}", size * len(members), 0, license, members, key)
 
 
 def _packages(source: SourceConfig, skipped: Counter[str]) -> Iterator[Input]:
@@ -207,7 +226,8 @@ def _packages(source: SourceConfig, skipped: Counter[str]) -> Iterator[Input]:
         members = (_input(source.name, path, name, status), *beside)
         plain = members[0].name.removesuffix(".dsc")
         size = sum(one.bytes for one in members)
-        yield Input(source.name, str(path), plain, size, 0, source.license or "", members)
+        key = repository_key(path.name.partition("_")[0])
+        yield Input(source.name, str(path), plain, size, 0, source.license or "", members, key)
 
 
 def _by_repository(inputs: list[Input]) -> list[Input]:
@@ -218,12 +238,14 @@ def _by_repository(inputs: list[Input]) -> list[Input]:
         if not top:
             found += members
             continue
-        mine = list(members)
+        key = repository_key(top)
+        mine = [replace(one, repository=key) for one in members]
         sizes = accumulate(one.bytes for one in mine)
         for piece, group in groupby(zip(mine, sizes, strict=True), lambda pair: pair[1] // _MOST_REPOSITORY):
             files = tuple(one for one, _ in group)
             name = f"{mine[0].source}/{top}" + (f"+{piece}" if piece else "")
-            found.append(Input(mine[0].source, "", name, sum(one.bytes for one in files), 0, mine[0].license, files))
+            size = sum(one.bytes for one in files)
+            found.append(Input(mine[0].source, "", name, size, 0, mine[0].license, files, key))
     return found
 
 
@@ -245,27 +267,22 @@ def _walk(root: Path, passed_over: set[str], skipped: Counter[str]) -> Iterator[
     loops and nothing outside is read: what a link inside names is found by its own name."""
     stack = [root]
     while stack:
-        folder = stack.pop()
-        if folder.is_dir():
-            try:
-                entries = sorted(os.scandir(folder), key=lambda entry: entry.name, reverse=True)
-            except OSError:
-                skipped["unreadable"] += 1
-                continue
-            for entry in entries:
-                if entry.name.startswith(".") or entry.name in passed_over:
-                    continue
-                if entry.is_symlink():
-                    skipped["link"] += 1
-                else:
-                    stack.append(Path(entry.path))
-            continue
-        try:
-            status = os.lstat(folder)
+        path = stack.pop()
+        try:  # folders may be deeper than the system takes at once
+            status = os.lstat(path)
+            folder = stat.S_ISDIR(status.st_mode)
+            entries = sorted(os.scandir(path), key=lambda entry: entry.name, reverse=True) if folder else []
         except OSError:
             skipped["unreadable"] += 1
             continue
+        for entry in entries:
+            if entry.name.startswith(".") or entry.name in passed_over:
+                continue
+            if entry.is_symlink():
+                skipped["link"] += 1
+            else:
+                stack.append(Path(entry.path))
         if stat.S_ISREG(status.st_mode):
-            yield folder, folder.relative_to(root).as_posix(), status
-        else:
+            yield path, path.relative_to(root).as_posix(), status
+        elif not folder:
             skipped["special"] += 1

@@ -21,7 +21,7 @@ from glm5.config.corpus import FilterConfig, LimitConfig, SourceConfig
 from glm5.data.corpus.filters import rule_set
 from glm5.data.corpus.inputs import documents
 from glm5.data.corpus.licenses import tagged
-from glm5.data.corpus.plan import GIT, Input, planned
+from glm5.data.corpus.plan import GIT, Input, planned, repository_key
 from glm5.data.corpus.repository import Paths, concatenated
 from glm5.data.corpus.samples import Samples
 from glm5.data.corpus.spdx import all_of, allowed
@@ -30,6 +30,7 @@ from glm5.data.corpus.tokens import load_tokenizer
 from glm5.data.swe.inputs import rows
 from glm5.data.swe.issues import read_issues
 from glm5.data.swe.rows import Rows
+from glm5.errors import DataError
 
 _PR_SET_PDEATHSIG, _SIGKILL = 1, 9
 _START = 300.0  # seconds that the start of a process may take on a busy machine
@@ -128,12 +129,15 @@ def _license(found: Text, one: Input) -> str:
 
 
 def _document(found: Text, one: Input) -> Document:
+    archive = found.name.startswith(f"{one.name}!") and found.code  # the code of an archive is that of one repository
+    repository = one.repository or (repository_key(one.name.rpartition("/")[2]) if archive else "")
     metadata = found.more | {
         "source": one.source,
         "kind": found.kind,
         "format": found.format,
         "license": _license(found, one),
         **({"code": found.code} if found.code else {}),
+        **({"repository": repository} if repository else {}),
     }
     return Document(found.text, found.name, metadata=metadata)
 
@@ -144,11 +148,21 @@ def sandboxed(stack: ExitStack, limits: LimitConfig) -> Extract:
     setup = "", (os.getpid(), limits.memory)
     sandbox = stack.enter_context(ExtractorSandbox(_START, warmup_text=setup))
 
-    def extract(format: str, raw: bytes) -> Extracted | str:
-        if sandbox.process is None:  # a start is not the document's fault, however long it takes
-            sandbox.timeout = _START
+    def start() -> None:
+        sandbox._cleanup_process()
+        for process in sandbox.all_processes:  # they have been killed
+            process.join()
+        sandbox.all_processes.clear()  # if processes are spawned, the sandbox is pickled, and they cannot be
+        sandbox.timeout = _START
+        try:
             sandbox.process_document(setup, _in_sandbox)
-            sandbox.timeout = limits.seconds
+        except Exception as error:
+            raise DataError(f"The process that reads pages does not start: {type(error).__name__}: {error}") from error
+        sandbox.timeout = limits.seconds
+
+    def extract(format: str, raw: bytes) -> Extracted | str:
+        if sandbox.process is None or not sandbox.process.is_alive():
+            start()  # this is not the document's fault, however long it takes
         try:
             found: Extracted | str = sandbox.process_document((format, raw), _in_sandbox)
         except TimeoutError:

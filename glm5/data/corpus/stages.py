@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.dedup.exact_dedup import (
     ExactDedupConfig,
@@ -21,7 +18,6 @@ from datatrove.pipeline.dedup.minhash import (
     MinhashDedupBuckets,
     MinhashDedupCluster,
     MinhashDedupFilter,
-    MinhashDedupSignature,
 )
 from datatrove.pipeline.readers.jsonl import JsonlReader
 from datatrove.pipeline.writers.jsonl import JsonlWriter
@@ -31,14 +27,13 @@ from datatrove.utils.text import TextNormConfig
 from glm5.config.corpus import CorpusRecipe
 from glm5.data.corpus.filters import WORDS, Filter
 from glm5.data.corpus.held_out import FindSimilar, Split, WriteHeldOut
+from glm5.data.corpus.near import OwnText, Signatures, Verify, WriteProposed, content
 from glm5.data.corpus.read import ReadInputs
 from glm5.data.corpus.samples import Keep, Samples
 from glm5.data.corpus.semantic import Assign, Centres, Compare, Embed, SemanticFilter
 from glm5.data.corpus.split import MOVES
 from glm5.data.corpus.templates import DropTemplates, FindTemplates, WriteSkeletons
 from glm5.data.corpus.tokens import MergeTokens, WriteTokens
-
-_PIECE = 1 << 14  # shingles hashed at a time
 
 
 @dataclass(frozen=True)
@@ -56,31 +51,6 @@ class PartWriter(JsonlWriter):
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Any:
         self.output_mg.get_file(f"{rank:05d}.jsonl.gz")
         yield from super().run(data, rank, world_size)
-
-
-class Signatures(MinhashDedupSignature):
-    """MinHash signatures with bounded memory: of a long document they are the minimum over its pieces."""
-
-    def get_signature(self, shingles: np.ndarray) -> list[list[int]]:
-        pieces = (shingles[start : start + _PIECE] for start in range(0, len(shingles), _PIECE))
-        return np.min([super(Signatures, self).get_signature(piece) for piece in pieces], axis=0).tolist()
-
-
-def content(document: Document) -> str:
-    """What exact copies share: the text; of an SWE row issue and diff, for rows of one repository share its files."""
-    return str(document.text[document.metadata.get("own", 0) :])
-
-
-class OwnText(PipelineStep):
-    """Leaves of every document what `content` says, for the signatures after it."""
-
-    type = "dedup"
-    name = "own text"
-
-    def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        for document in data:
-            document.text = content(document)
-            yield document
 
 
 def stages(recipe: CorpusRecipe, out: Path) -> list[Stage]:
@@ -130,11 +100,14 @@ def stages(recipe: CorpusRecipe, out: Path) -> list[Stage]:
         )
         found.append(Stage("templates", [find], 1))
     if dedup.minhash:
-        signatures, pairs = folder("minhash/signatures"), folder("minhash/pairs")
+        signatures = Signatures(folder("minhash/signatures"), near, language=WORDS)
+        pairs, shingles, verified = (work / "minhash" / name for name in ("pairs", "shingles", "verified"))
         found += [
-            Stage("minhash", [*left("exact"), OwnText(), Signatures(signatures, near, language=WORDS)], tasks),
-            Stage("pairs", [MinhashDedupBuckets(signatures, pairs, config=near)], dedup.buckets),
-            Stage("clusters", [MinhashDedupCluster(pairs, folder("minhash/clusters"), near)], 1),
+            Stage("minhash", [*left("exact"), OwnText(), signatures], tasks),
+            Stage("pairs", [MinhashDedupBuckets(signatures.output_folder, str(pairs), config=near)], dedup.buckets),
+            Stage("proposed", [*left("exact"), OwnText(), WriteProposed(pairs, shingles, signatures)], tasks),
+            Stage("verify", [Verify(pairs, shingles, verified, dedup.similarity)], dedup.buckets),
+            Stage("clusters", [MinhashDedupCluster(str(verified), folder("minhash/clusters"), near)], 1),
         ]
     if dedup.semantic is not None:
         vectors, dropped = work / "semantic/vectors", work / "semantic/dropped"
@@ -151,7 +124,7 @@ def stages(recipe: CorpusRecipe, out: Path) -> list[Stage]:
         found += [
             Stage("held-out", [*left(), WriteHeldOut(shingles, dedup.shingle_words)], tasks),
             Stage("similar", [*left(), FindSimilar(shingles, alike, dedup.shingle_words, dedup.held_out)], tasks),
-            Stage("split", [Split(alike, moves, dedup.held_out)], 1),
+            Stage("split", [Split(shingles, alike, moves, dedup.held_out)], 1),
         ]
     tokens = work / "tokens"
     return [

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
 import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
+
+import numpy as np
 
 from glm5.config.corpus import Kind, LimitConfig
 from glm5.data.corpus.formulas import show_formulas
@@ -32,6 +36,7 @@ REASONS = {
 """Why a file or a record is skipped."""
 
 _MOST_STRAY = 0.3  # share of non-ASCII bytes in Latin text without declared encoding
+_MOST_MARKS, _SHORT = 30, 1000
 _CONTROLS = re.compile(r"[\x01-\x08\x0b\x0e-\x1f\x7f]")
 
 
@@ -125,10 +130,32 @@ def decode(raw: bytes) -> str:
 
 
 def tidy(text: str) -> str:
-    """Composed Unicode without lone surrogates, control characters and trailing blanks; lines end with \\n."""
+    """Composed Unicode without lone surrogates, control characters and trailing blanks; lines end with \\n. Of
+    combining marks in a row 30 stay."""
     text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\x0c", "\n").encode("utf-8", "replace").decode()
-    text = unicodedata.normalize("NFC", _CONTROLS.sub("", text.replace("\0", "")))
+    text = unicodedata.normalize("NFC", _few_marks(_CONTROLS.sub("", text.replace("\0", ""))))
     return "\n".join(line.rstrip() for line in text.split("\n")).strip("\n")
+
+
+def _few_marks(text: str) -> str:
+    """The text in Unicode's stream-safe form (UAX #15): normal forms put the combining marks of a letter in order, in a
+    time that grows with the square of their number."""
+    if len(text) < _SHORT or text.isascii():
+        return text
+    codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
+    marks = _combining()[codes]
+    if np.count_nonzero(marks) <= _MOST_MARKS:
+        return text
+    places = np.arange(len(codes), dtype=np.int32)
+    run = places - np.maximum.accumulate(np.where(marks, np.int32(-1), places))
+    few = run <= _MOST_MARKS
+    return text if few.all() else codes[few].tobytes().decode("utf-32-le")
+
+
+@cache
+def _combining() -> np.ndarray:
+    """Whether each character of Unicode is a combining mark, [n] bool."""
+    return np.fromiter((unicodedata.combining(chr(code)) > 0 for code in range(sys.maxunicode + 1)), bool)
 
 
 def extract_here(format: str, raw: bytes) -> Extracted | str:

@@ -21,7 +21,7 @@ from glm5.data.shards import SPLITS, SplitWriter, encode_documents, id_dtype, op
 
 _BATCH = 1 << 20  # characters
 KEPT = (
-    "source", "kind", "format", "code", "license", "language", "url",
+    "source", "kind", "format", "code", "license", "language", "url", "repository",
     "quality", "second", "knowledge", "files", "formulas",
 )  # fmt: skip
 """What the shards' `.documents` files say of every document, beside its name and the SHA-256 of its text."""

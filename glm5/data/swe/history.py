@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -23,6 +24,7 @@ from glm5.data.corpus.text import decode
 from glm5.data.git import TooLong, open_git
 from glm5.data.swe.change import VENDORED, Change, Report, Tree, text_type
 from glm5.data.swe.issues import BOT, BOT_TITLE, Issues, linked, without_trailers
+from glm5.data.swe.remembered import remembered
 from glm5.errors import DataError
 
 _MERGED = re.compile(r"^Merge pull request #(\d{1,9})\b.*|^.*\(#(\d{1,9})\)\s*$")
@@ -34,6 +36,8 @@ _MOST_PATHS = 1 << 16
 _MOST_PASSED = 64 << 20
 """Bytes of an object that are passed over."""
 _KEPT = 4096
+_MOST_KEPT = 64 << 20
+"""License files whose license is remembered, and bytes of the texts that are."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,8 @@ class History:
         large = f"core.bigFileThreshold={most_bytes}"
         self._diff = "--literal-pathspecs", "-c", large, "diff-tree", "-r", "--no-ext-diff", "--no-textconv"
         self._stack = ExitStack()
-        self._text, self._listing = lru_cache(_KEPT)(self._read_text), lru_cache(8)(self._list)
+        self._text = remembered(self._read_text, sys.getsizeof, _MOST_KEPT)
+        self._listing = lru_cache(8)(self._list)
         self._recognised = lru_cache(_KEPT)(lambda key: recognised(self._read_text(key) or ""))
 
     def __enter__(self) -> History:

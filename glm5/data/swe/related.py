@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+
+from glm5.data.swe.remembered import remembered
 
 K1, B = 1.2, 0.75
 MOST_QUERY = 256
 """Distinct words of a query that count, in the order of the text."""
-_KEPT = 20_000
+_MOST_KEPT = 256 << 20
+"""Bytes of the word counts that are remembered."""
 _WORD = re.compile(r"[^\W\d_]+|\d+")
 _CAMEL = re.compile(r"(?<=[a-z])(?=[A-Z])")
 
@@ -27,25 +30,31 @@ def words(text: str) -> list[str]:
 
 
 class Retriever:
-    """Ranks files by BM25; remembers the words of contents that it has seen."""
+    """Ranks files by BM25; remembers the words of contents that it has seen, within 256 MiB."""
 
     def __init__(self, text: Callable[[str], str | None]) -> None:
-        self._text, self._count = text, lru_cache(_KEPT)(self._counted)
-
-    def _counted(self, key: str) -> Counter[str]:
-        return Counter(words(self._text(key) or ""))
+        self._count = remembered(lambda key: Counter(words(text(key) or "")), _bytes, _MOST_KEPT)
 
     def ranked(self, query: str, keys: Mapping[str, str]) -> list[tuple[str, float]]:
         """Paths with a score above 0, the best first; equal ones in alphabetic order. The words of a path count as
         words of its file."""
         wanted = list(dict.fromkeys(words(query)))[:MOST_QUERY]
-        counts = {path: (self._count(key), Counter(words(path))) for path, key in keys.items()}
-        sizes = {path: inner.total() + outer.total() for path, (inner, outer) in counts.items()}
+        sizes: dict[str, int] = {}
+        places: dict[str, dict[str, int]] = {word: {} for word in wanted}
+        for path, key in keys.items():
+            inner, outer = self._count(key), Counter(words(path))
+            sizes[path] = inner.total() + outer.total()
+            for word in wanted:
+                if n := inner[word] + outer[word]:
+                    places[word][path] = n
         mean = sum(sizes.values()) / max(1, len(sizes))
         scores: dict[str, float] = defaultdict(float)
-        for word in wanted:
-            found = {p: n for p, (inner, outer) in counts.items() if (n := inner[word] + outer[word])}
-            rarity = math.log(1 + (len(counts) - len(found) + 0.5) / (len(found) + 0.5))
+        for found in places.values():
+            rarity = math.log(1 + (len(sizes) - len(found) + 0.5) / (len(found) + 0.5))
             for path, n in found.items():
                 scores[path] += rarity * n / (n + K1 * (1 - B + B * sizes[path] / mean))
         return sorted(scores.items(), key=lambda item: (-item[1], item[0]))
+
+
+def _bytes(counts: Counter[str]) -> int:
+    return sys.getsizeof(counts) + sum(map(sys.getsizeof, counts))

@@ -9,6 +9,7 @@ import lzma
 import random
 import shutil
 import tarfile
+import tracemalloc
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from glm5.chat.tokenizer import Tokenizer
 from glm5.config.corpus import ChangesConfig, LimitConfig, SourceConfig
 from glm5.data.corpus.plan import Input, list_inputs
 from glm5.data.corpus.text import Skipped, Text
+from glm5.data.swe import related
 from glm5.data.swe.change import Change
 from glm5.data.swe.debian import archives, described, package_changes
 from glm5.data.swe.history import History
@@ -357,11 +359,37 @@ def test_scores_are_those_of_bm25s() -> None:
     assert found == pytest.approx({path: float(s) for path, s in zip(texts, scores) if s > 0}, rel=1e-5)
 
 
+def test_words_are_remembered_within_a_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores stay the same; in memory are what is kept and the one file that is being counted."""
+    texts = {f"f{n}": " ".join(f"name{n}x{k}" for k in range(2000)) for n in range(30)}
+    read: list[str] = []
+
+    def text(key: str) -> str:
+        read.append(key)
+        return texts[key]
+
+    keys, query = {path: path for path in texts}, "name f7 x nothing"
+    free = Retriever(text)
+    wanted = free.ranked(query, keys)
+    assert wanted and free.ranked(query, keys) == wanted and read == list(texts)
+    monkeypatch.setattr(related, "_MOST_KEPT", 1 << 20)
+    read.clear()
+    tracemalloc.start()
+    try:
+        bound = Retriever(text)
+        assert bound.ranked(query, keys) == wanted
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20  # all counts together have 10 MB
+    finally:
+        tracemalloc.stop()
+    assert bound.ranked(query, keys) == wanted
+    assert 30 < len(read) < 60
+
+
 @pytest.mark.skipif(importlib.util.find_spec("datatrove") is None, reason="datatrove is not installed")
 def test_rows_of_one_repository_are_no_duplicates() -> None:
     from datatrove.data import Document
 
-    from glm5.data.corpus.stages import OwnText, content
+    from glm5.data.corpus.near import OwnText, content
 
     rows_ = [Document("the same files\n" + own, own, metadata={"own": 15}) for own in ("diff one", "diff two")]
     assert [content(row) for row in rows_] == ["diff one", "diff two"]
