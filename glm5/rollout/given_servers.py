@@ -173,10 +173,8 @@ class VllmServer(GivenServer):
         except MALFORMED:
             mode = "unknown"
         if mode != "processed_logprobs":
-            text = (
-                f"The engine {self.url} returns log-probabilities of the mode {mode!s:.40}, which are not those of its"
-            )
-            raise EngineError(f"{text} sampling; {advice}")
+            text = f"The engine {self.url} returns {mode!s:.40}, which are not the log-probabilities of its sampling"
+            raise EngineError(f"{text}; {advice}")
 
     async def load(self, folder: Path, version: int) -> None:
         # Without success it stays paused: nobody knows which weights it has.

@@ -28,6 +28,8 @@ from glm5.obs.metrics import read_metrics
 from glm5.rl.drivers.live import _WeightFolders, weights_prefix
 from tests.forks import Forks
 from tests.launch.live_run import KINDS, LiveRun
+from tests.rollout.foreign_servers import KINDS as KINDS_OF_SERVERS
+from tests.rollout.foreign_servers import in_thread
 from tests.rooms import needs_rooms
 
 pytestmark = pytest.mark.long
@@ -125,6 +127,26 @@ open("answer", "w").write(urllib.request.urlopen(request).read().decode())
     run.check()
     assert run.query("SELECT DISTINCT outcome FROM results WHERE problem LIKE 'agent/%'") == [("solved",)]
     assert not run.stage.joinpath("gateway.sock").exists()
+
+
+@pytest.mark.parametrize("which", sorted(KINDS_OF_SERVERS))
+def test_a_server_of_another_kind_samples(live: Make, tmp_path: Path, which: str) -> None:
+    """An engine of ours that speaks as SGLang or vLLM does, in this process, and begins with weights that nobody wants:
+    the run trains on the numbers that the learner would compute itself."""
+    tokenizer = Tokenizer.byte_level()
+    GLM5ForCausalLM(GLM5Config.preset("nano", vocab_size=tokenizer.vocab_size), seed=9).save_pretrained(
+        tmp_path / "other"
+    )
+    tokenizer.save(tmp_path / "other")
+    with in_thread(which, tmp_path / "other") as (url, foreign):
+        run = live(steps=2, prompts=2, launch=f'engine_urls = ["{url}"]')
+        run.start()
+        run.finish(120)
+    run.check()
+    rows = read_metrics(run.stage.parent / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2] and all(row["mismatch_max"] == 0 for row in rows)
+    load = {"sglang": "POST /update_weights_from_disk", "vllm": "POST /collective_rpc"}[which]
+    assert [line for line, _ in foreign.asked].count(load) >= 2 and not foreign.wrong
 
 
 @pytest.mark.slow

@@ -94,7 +94,7 @@ def test_a_generation_across_a_change_of_weights(running: tuple[str, Foreign], f
             found: list[Delta] = []
 
             async def generate() -> None:
-                async for delta in fleet.sources[0].stream([5], SamplingParams(max_tokens=400, ignore_eos=True), "s"):
+                async for delta in fleet.sources[0].stream([5], SamplingParams(max_tokens=100, ignore_eos=True), "s"):
                     found.append(delta)
 
             task = asyncio.create_task(generate())
@@ -104,7 +104,7 @@ def test_a_generation_across_a_change_of_weights(running: tuple[str, Foreign], f
             await task
             versions = [version for delta in found for version in delta.weight_versions]
             assert versions == sorted(versions) and set(versions) == {3, 4}
-            assert len(versions) == sum(len(delta.token_ids) for delta in found) == 400 and not fleet.failed
+            assert len(versions) == sum(len(delta.token_ids) for delta in found) == 100 and not fleet.failed
 
     asyncio.run(test())
 
@@ -182,7 +182,12 @@ def test_a_server_that_does_not_take_weights(running: tuple[str, Foreign], folde
 @pytest.mark.parametrize(
     ("hidden", "mode", "options", "match"),
     [
-        (frozenset(), "raw_logprobs", {}, 'has the log-probability mode "raw_logprobs".*processed_logprobs'),
+        (
+            frozenset(),
+            "raw_logprobs",
+            {},
+            "returns raw_logprobs, which are not .* its sampling; start .*processed_logprobs",
+        ),
         (DEV, "processed_logprobs", {}, "takes no weights from a trainer; start vLLM 0.33 or newer with VLLM_SERVER"),
         (frozenset(), "processed_logprobs", {"length": 5000}, "takes 4,096 tokens at most.*max_context is 5,000"),
         (frozenset(), "processed_logprobs", {"sender": object()}, r'reads weights from folders only; set .* "disk"'),
