@@ -116,9 +116,9 @@ def _arguments(form: Quantiser, strategy: str, *, dynamic: bool) -> dict[str, An
 
 
 def _kept(config: GLM5Config) -> list[str]:
-    """Modules whose matrices an FP8 checkpoint has as they are. Other readers take all others for FP8. vLLM looks for the
-    whole name, SGLang (whose MTP layer is "model.decoder") for any part between dots, transformers for the beginning or
-    the end. Names that a model lacks mean nothing."""
+    """Modules whose matrices an FP8 checkpoint has as they are; other readers take all others for FP8. vLLM looks for
+    the whole name, SGLang (whose MTP layer is "model.decoder") for any part between dots, transformers for the end.
+    Names that a model lacks mean nothing."""
     count, mtp = config.num_hidden_layers, config.num_nextn_predict_layers
     layers = [f"model.layers.{layer}" for layer in range(count + mtp)] + (["model.decoder"] if mtp else [])
     names = ("self_attn.kv_b_proj", "self_attn.indexer.wk", "self_attn.indexer.weights_proj", "mlp.gate", "eh_proj")
@@ -126,8 +126,9 @@ def _kept(config: GLM5Config) -> list[str]:
 
 
 def _pattern(kind: str) -> str:
-    """The names of the modules of a kind."""
-    return "re:.*" + KINDS[kind].removesuffix(r"\.weight") + "$"
+    """The names of the modules of a kind. SGLang looks for gate_proj and up_proj under the name of both."""
+    names = KINDS[kind].removesuffix(r"\.weight").replace("gate|up|", "gate|up|gate_up|")
+    return f"re:.*{names}$"
 
 
 def _ignored(scheme: Scheme, config: GLM5Config) -> list[str]:
