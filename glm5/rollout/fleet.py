@@ -240,7 +240,7 @@ class RemoteFleet(Fleet):
                 changes.enter_context(server.source.changing(version))
             if self._push is None:
                 work = [server.load(folder, version) for server in self.servers]
-                errors = await asyncio.gather(*work, return_exceptions=True)
+                errors: Sequence[BaseException | None] = await asyncio.gather(*work, return_exceptions=True)
             else:
                 errors = await self._send(self._push, version, parts)
             for server, error in zip(self.servers, errors, strict=True):
