@@ -170,23 +170,47 @@ def quantisation(package: str, raw: dict[str, Any] | None) -> Any:
     return getattr(importlib.import_module(f"{package}.{place}"), name).from_config(raw)
 
 
-def in_vllm(folder: Path, config: Any) -> dict[str, Any]:
-    places = (f"vllm.model_executor.models.{name}" for name in ("deepseek_v2", "deepseek_mtp"))
-    v2, mtp = map(importlib.import_module, places)
+def vllm_classes() -> dict[str, tuple[Any, Any]]:
+    """The classes of the trunk and of the MTP layer: those for any platform, and those for CUDA."""
+    places = ("model_executor.models.deepseek_v2", "model_executor.models.deepseek_mtp")
+    v2, mtp = (importlib.import_module(f"vllm.{place}") for place in places)
     v2.SiluAndMul = v2.SparseAttnIndexer = v2.MultiHeadLatentAttentionWrapper = Empty
+    names = ("attention", "nvidia.model", "nvidia.mtp")
+    attention, model, draft = (importlib.import_module(f"vllm.models.deepseek_v32.{name}") for name in names)
+    attention.SparseAttnIndexer = Empty
+
+    def begin(self: Any, *, kv_b_proj: Any, prefix: str, **_: Any) -> None:
+        torch.nn.Module.__init__(self)
+        self.kv_b_proj, self.layer_name, self.kv_cache_dtype, self.impl = kv_b_proj, prefix, "auto", Anything()
+        self.use_pcp = self.supports_dense_mha_prefill = False
+
+    attention.MLAAttention.__init__ = begin
+    for module in (model, draft):
+        module.SparseMLAIndexGroupBuilder = Empty
+        module.get_sparse_mla_index_group_max_rows = module.enable_glm52_low_latency_gemm = lambda *_: None
+    draft.build_glm52_plan = lambda *_: None
+    return {
+        "": (v2.GlmMoeDsaForCausalLM, mtp.DeepSeekMTP),
+        " for CUDA": (model.DeepseekV32ForCausalLM, draft.DeepseekV32MTP),
+    }
+
+
+def in_vllm(folder: Path, config: Any) -> dict[str, Any]:
     hf, raw, trunk, draft = read(folder)
     model = {"hf_config": hf, "hf_text_config": hf, "dtype": torch.bfloat16, "max_model_len": 4096, "is_moe": True}
     config.model_config = Anything(use_mla=True, is_deepseek_mla=True, enforce_eager=True, model=str(folder), **model)
     config.speculative_config = Anything(draft_model_config=config.model_config)
-    config.quant_config = quantisation("vllm.model_executor.layers.quantization", raw)
-    if raw is not None:
-        config.quant_config.packed_modules_mapping = v2.GlmMoeDsaForCausalLM.packed_modules_mapping
-    config.compilation_config.static_forward_context.clear()
-    whole = v2.GlmMoeDsaForCausalLM(vllm_config=config)
-    found = {"trunk": load(whole, trunk), "schemes": schemes(whole)}
-    config.compilation_config.static_forward_context.clear()
     embedding = {name: tensor for name, tensor in trunk.items() if "embed_tokens" in name}
-    return {**found, "mtp": load(mtp.DeepSeekMTP(vllm_config=config), draft | embedding)}
+    found: dict[str, Any] = {}
+    for kind, (whole, mtp) in vllm_classes().items():
+        config.quant_config = quantisation("vllm.model_executor.layers.quantization", raw)
+        if raw is not None:
+            config.quant_config.packed_modules_mapping = whole.packed_modules_mapping
+        for part, made, tensors in (("trunk", whole, trunk), ("mtp", mtp, draft | embedding)):
+            config.compilation_config.static_forward_context.clear()
+            built = made(vllm_config=config)
+            found |= {part + kind: load(built, tensors)} | ({} if found else {"schemes": schemes(built)})
+    return found
 
 
 def in_sglang(folder: Path, _: Any) -> dict[str, Any]:

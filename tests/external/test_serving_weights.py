@@ -47,6 +47,8 @@ REFUSED = {
     ("sglang", "w4a8"): "No compressed-tensors compatible scheme",
     ("sglang", "w4a8-channel"): "W4A8Int8 Fused MoE scheme is implemented only for NPU",
 }
+KINDS = {"vllm": ("", " for CUDA"), "sglang": ("",)}
+"""Of the classes that were built."""
 KEPT = ("kv_b_proj", "wk_weights_proj", "wk", "weights_proj", "gate")
 EMPTY = ("shared_head.head.weight", "lm_head.weight", "embed_tokens.weight")
 """Parameters of the MTP layer that are the trunk's."""
@@ -86,14 +88,16 @@ def found(checkpoints: Path) -> Callable[[str], dict[str, Any]]:
 
 @pytest.mark.parametrize(("which", "name"), sorted(CHOSEN))
 def test_every_tensor_is_taken(found: Callable[[str], dict[str, Any]], which: str, name: str) -> None:
-    got = found(which)[name]
+    got = dict(found(which)[name])
     assert "refused" not in got, got
-    for part, may in (("trunk", OPTIONAL), ("mtp", OPTIONAL + EMPTY)):
-        left, empty = got[part]
+    schemes = got.pop("schemes")
+    assert set(got) == {f"{part}{kind}" for part in ("trunk", "mtp") for kind in KINDS[which]}
+    for part, (left, empty) in got.items():
+        may = OPTIONAL + EMPTY if part.startswith("mtp") else OPTIONAL
         assert not left, (part, left[:5])
         assert not [parameter for parameter in empty if not parameter.endswith(may)], part
     attention, experts = CHOSEN[which, name]
-    own = {module.rsplit(".", 1)[-1]: scheme for module, scheme in got["schemes"].items() if ".layers.1." in module}
+    own = {module.rsplit(".", 1)[-1]: scheme for module, scheme in schemes.items() if ".layers.1." in module}
     assert len(own) >= 9
     for module, scheme in own.items():
         if module.startswith("attn_"):
