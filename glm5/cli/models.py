@@ -264,7 +264,7 @@ def gateway(
         Path | None, typer.Argument(help="Checkpoint; with --engines only its tokenizer. Or `check` or `export`.")
     ] = None,
     url: Annotated[str | None, typer.Argument(help="The URL to check; the store to export as JSON lines.")] = None,
-    engines: Annotated[list[str], typer.Option(help="URL of a server with SGLang's /generate; repeatable.")] = [],  # noqa: B006
+    engines: Annotated[list[str], typer.Option(help="URL of an SGLang or vLLM server; repeatable.")] = [],  # noqa: B006
     store: Annotated[Path, typer.Option(help="File of the sessions; made if missing.")] = Path("sessions.db"),
     host: str = "127.0.0.1",
     port: int = 8100,

@@ -55,8 +55,10 @@ class Launch(Frozen):
     engines: int = Field(1, ge=1)
     """Engine processes that the run starts; one that dies is replaced."""
     engine_urls: list[str] = []
-    """Servers with SGLang's native API to use instead. They must be able to read the folders of pushed weights,
-    unless the transport is "distributed"."""
+    """Servers to use instead: SGLang, vLLM (started with VLLM_SERVER_DEV_MODE=1) or ours. They must be able to read the
+    folders of pushed weights, unless the transport is "distributed", which vLLM cannot have here."""
+    engine_key_file: str = ""
+    """File with the API key of these servers; the variable GLM5_ENGINE_KEY is another way."""
     engine_threads: int | None = Field(None, ge=1)
     """CPU threads of each engine process; None divides the cores of this machine among engines and learner. With "ray"
     they are also the CPUs that it reserves."""
@@ -105,6 +107,8 @@ class Launch(Frozen):
                 raise ValueError(f"engine_resources: {name} is {amount:g}; leave it out, or let it be above 0")
         if (self.engine_gpus or 0) > 1 and self.engine_gpus != int(self.engine_gpus or 0):
             raise ValueError("engine_gpus above 1 must be a whole number")
+        if self.engine_key_file and not self.engine_urls:
+            raise ValueError("engine_key_file is the key of engine_urls, of which there are none")
         if self.engine_urls and self.backend == "ray":
             raise ValueError('engine_urls are servers that run already; leave backend = "ray" out')
         return self

@@ -401,6 +401,7 @@ class GLM5Config(BaseModel):
             values["num_key_value_heads"] = self.num_attention_heads
             values["qk_head_dim"] = self.qk_head_dim
             values["head_dim"] = self.qk_rope_head_dim
+            values["moe_layer_freq"] = 1  # SGLang does not start without it
         values["attention_dropout"] = 0.0
         if self.attention_pattern:
             values |= self.model_dump(include=set(VARIANT_KEYS))

@@ -78,13 +78,14 @@ def quantization_config(scheme: Scheme, config: GLM5Config) -> dict[str, Any]:
     if all(form.weight.fp8 for form in scheme.forms.values()):
         block = next(iter(scheme.forms.values())).weight
         size = [block.block, block.group]
-        return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": size}
+        found = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": size}
+        return found | {"modules_to_not_convert": _kept(config)}
     groups = {}
     by_form: dict[Form, list[str]] = {}
     for kind, form in scheme.forms.items():
         by_form.setdefault(form, []).append(kind)
     for number, (form, kinds) in enumerate(by_form.items()):
-        targets = ["re:.*" + KINDS[kind].removesuffix(r"\.weight") + "$" for kind in kinds]
+        targets = [_pattern(kind) for kind in kinds]
         layout = "pack-quantized" if form.weight.bits == 4 else "int-quantized"
         seen = None if form.activation is None else _arguments(form.activation, "token", dynamic=True)
         strategy = "channel" if form.weight.group is None else "group"
@@ -114,9 +115,27 @@ def _arguments(form: Quantiser, strategy: str, *, dynamic: bool) -> dict[str, An
     }  # fmt: skip
 
 
+def _kept(config: GLM5Config) -> list[str]:
+    """Modules whose matrices an FP8 checkpoint has as they are; other readers take all others for FP8. vLLM looks for
+    the whole name, SGLang (whose MTP layer is "model.decoder") for any part between dots, transformers for the end.
+    Names that a model lacks mean nothing."""
+    count, mtp = config.num_hidden_layers, config.num_nextn_predict_layers
+    layers = [f"model.layers.{layer}" for layer in range(count + mtp)] + (["model.decoder"] if mtp else [])
+    names = ("self_attn.kv_b_proj", "self_attn.indexer.wk", "self_attn.indexer.weights_proj", "mlp.gate", "eh_proj")
+    return ["lm_head", *(f"{layer}.{name}" for layer in layers for name in names)]
+
+
+def _pattern(kind: str) -> str:
+    """The names of the modules of a kind. SGLang looks for gate_proj and up_proj under the name of both."""
+    names = KINDS[kind].removesuffix(r"\.weight").replace("gate|up|", "gate|up|gate_up|")
+    return f"re:.*{names}$"
+
+
 def _ignored(scheme: Scheme, config: GLM5Config) -> list[str]:
-    """Modules that are not quantised, for readers that quantise what no list names."""
+    """Modules that are not quantised: other readers quantise, or refuse, what no list names."""
     names = ["lm_head", r"re:.*\.mlp\.gate$", "re:.*kv_b_proj$", r"re:.*indexer\.(wk|weights_proj)$", "re:.*eh_proj$"]
+    names += [_pattern(kind) for kind in KINDS if kind not in scheme.forms]
     if not scheme.mtp and config.num_nextn_predict_layers:
-        names.append(rf"re:model\.layers\.{config.num_hidden_layers}\..*")
+        # The second is SGLang's name of that layer.
+        names += [rf"re:model\.layers\.{config.num_hidden_layers}\..*", r"re:model\.decoder\..*"]
     return names

@@ -48,6 +48,7 @@ from glm5.rollout.weight_push import Parts, SenderAddress
 from glm5.seeds import derive_seed
 from glm5.serve.access import KEY_ALONE, hosts_answered
 from glm5.serve.connection import Server, ServerConfig, bind, bind_path, fitted, run_fast, url_of
+from glm5.serve.keys import find_key
 from glm5.serve.options import EngineOptions, Limits
 from glm5.tasks.agents import AgentTask
 from glm5.tasks.contract import AgentProblem
@@ -217,7 +218,8 @@ def _fleet(stage: PolicyStage, launch: Launch, folder: Path, most: int, sender: 
     if launch.simulate_engine is not None:
         return SimulatedFleet(launch.simulate_engine)
     if launch.engine_urls:
-        return RemoteFleet(launch.engine_urls, sender=sender)
+        key = find_key("engine", None, Path(launch.engine_key_file) if launch.engine_key_file else None)
+        return RemoteFleet(launch.engine_urls, key, sender, stage.max_context)
     options = EngineOptions(
         exact=stage.rollouts == "exact", max_batch=most, dtype=stage.engine_dtype, device=launch.engine_device,
         quantize=stage.engine_rounding,

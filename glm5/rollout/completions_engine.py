@@ -2,7 +2,8 @@
 
 vLLM returns the ids if asked by `return_token_ids` (0.10.2 or newer), or as token strings "token_id:17" if asked by
 `return_tokens_as_token_ids`. Its log-probabilities are those of the model at temperature 1 unless it was started with
-`--logprobs-mode processed_logprobs`. It does not tell the version of its weights: all tokens have version 0.
+`--logprobs-mode processed_logprobs`. It tells the version of its weights if it was started with
+`VLLM_SERVER_DEV_MODE=1` (see `WEIGHT_INFO`); else all tokens have version 0.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import httpx
 from glm5.chat.tokenizer import Tokenizer
 from glm5.errors import RequestFailed, UsageError
 from glm5.records import SamplingParams
-from glm5.rollout.engine_events import MALFORMED, EngineLost, EventReading
+from glm5.rollout.engine_events import MALFORMED, EngineLost, EventReading, spanned
 from glm5.rollout.engines import VERSION_SECONDS, HttpEngine
 from glm5.rollout.native_params import native_params
 from glm5.serve.samples import Delta
@@ -27,6 +28,9 @@ from glm5.serve.samples import Delta
 Flag = Literal["return_token_ids", "return_tokens_as_token_ids"]
 FLAGS: tuple[Flag, ...] = ("return_token_ids", "return_tokens_as_token_ids")
 _TOKEN = "token_id:"
+WEIGHT_INFO = "/weight_info"
+"""Path that tells the version of the weights. A server that has it also tells at the end of an answer, asked by
+`return_weight_versions`, which version sampled which tokens."""
 INFO_SECONDS, INFO_BYTES = 20.0, 1 << 20
 """Time to find out what a server is, in all, and the longest answer."""
 NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
@@ -39,23 +43,28 @@ PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 
 class CompletionsEngine(HttpEngine):
     """A server with `/v1/completions`. `url` is its base URL, `model` the name that it serves, `flag` the field by
-    which it returns token ids."""
+    which it returns token ids. `versions`: it has `WEIGHT_INFO`."""
 
-    def __init__(self, url: str, api_key: str | None = None, *, model: str, flag: Flag = FLAGS[0]) -> None:
+    def __init__(
+        self, url: str, api_key: str | None = None, *, model: str, flag: Flag = FLAGS[0], versions: bool = False
+    ) -> None:
         super().__init__(url, api_key)
-        self._model, self._flag = model, flag
+        self._model, self._flag, self._versions = model, flag, versions
 
-    def _request(
+    async def _request(
         self, ids: Sequence[int], params: SamplingParams, every: int
     ) -> tuple[str, dict[str, Any], EventReading]:
-        sent = native_params(params)
+        sent = native_params(params, every)
         body = {NAMES.get(name, name): value for name, value in sent.items() if name not in TEXT_ONLY}
         body |= {name: getattr(params, name) for name in PENALTIES}
         body |= {"model": self._model, "prompt": list(ids), "logprobs": 0, "stream": True, self._flag: True}
-        return "/v1/completions", body, CompletionsReading(self.name)
+        body |= {"return_weight_versions": True} if self._versions else {}
+        return "/v1/completions", body, CompletionsReading(self.name, await self.version() if self._versions else 0)
 
     async def version(self) -> int:
-        """0, if the server answers."""
+        """0 if the server answers, but does not tell it."""
+        if self._versions:
+            return await self._told_version(WEIGHT_INFO)
         try:
             async with self._client() as client, asyncio.timeout(VERSION_SECONDS):
                 status, _ = await client.request("GET", "/v1/models")
@@ -67,10 +76,13 @@ class CompletionsEngine(HttpEngine):
 
 
 class CompletionsReading:
-    """Reads the events of one answer. Ids and log-probabilities of a token may come in different events."""
+    """Reads the events of one answer. Ids and log-probabilities of a token may come in different events. `version` is
+    that of the weights when the request was sent."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, version: int = 0) -> None:
+        self._name, self._version = name, version
+        self._seen = 0
+        self.told: list[int] | None = None
         self._ids: list[int] = []
         self._scores: list[float] = []
 
@@ -86,6 +98,9 @@ class CompletionsReading:
             choice = told["choices"][0] if told["choices"] else {}
             ids, scores = scored_ids(choice)
             kind = choice.get("finish_reason")
+            self._seen += len(ids)
+            if (spans := choice.get("weight_versions")) is not None:
+                self.told = spanned(spans, self._seen)
         except MALFORMED as error:
             raise RequestFailed(
                 f"{self._name} sent an event not in the format of completions: {error!r:.200}."
@@ -98,7 +113,8 @@ class CompletionsReading:
             raise RequestFailed(
                 f"{self._name} sent {len(self._ids)} ids and {len(self._scores)} scores for the same tokens."
             )
-        found = Delta(0, self._ids[:count], self._scores[:count], [], None if kind is None else str(kind), [0] * count)
+        versions = [self._version] * count
+        found = Delta(0, self._ids[:count], self._scores[:count], [], None if kind is None else str(kind), versions)
         del self._ids[:count], self._scores[:count]
         return found
 
@@ -118,7 +134,8 @@ def scored_ids(choice: Mapping[str, Any]) -> tuple[list[int], list[float]]:
 @dataclass(frozen=True)
 class ServerInfo:
     """What a server is. `native`: it has SGLang's native API. `model`, `flag`: see `CompletionsEngine`. `tokenizer` is
-    a folder, which may be on another machine; `max_length` the longest prompt plus answer in tokens, if it tells."""
+    a folder, which may be on another machine; `max_length` the longest prompt plus answer in tokens, if it tells;
+    `versions`: it has `WEIGHT_INFO`."""
 
     url: str
     native: bool
@@ -126,11 +143,12 @@ class ServerInfo:
     flag: Flag = FLAGS[0]
     tokenizer: str = ""
     max_length: int | None = None
+    versions: bool = False
 
     def source(self, api_key: str | None = None) -> HttpEngine:
         if self.native:
             return HttpEngine(self.url, api_key)
-        return CompletionsEngine(self.url, api_key, model=self.model, flag=self.flag)
+        return CompletionsEngine(self.url, api_key, model=self.model, flag=self.flag, versions=self.versions)
 
     def local_tokenizer(self) -> Path:
         """The folder of the tokenizer. Raises UsageError if it is not on this machine."""
@@ -158,7 +176,7 @@ async def _find_out(url: str, api_key: str | None) -> ServerInfo:
     client = httpx.AsyncClient(base_url=url, trust_env=False, timeout=INFO_SECONDS, headers=headers)
     try:
         async with asyncio.timeout(INFO_SECONDS), client:
-            info = await _json(client, "GET", "/get_model_info")
+            info = await _json(client, "GET", "/model_info") or await _json(client, "GET", "/get_model_info")
             if isinstance(info, dict):
                 return ServerInfo(url, True, tokenizer=str(info.get("tokenizer_path") or ""), max_length=_length(info))
             listed = await _json(client, "GET", "/v1/models")
@@ -167,8 +185,9 @@ async def _find_out(url: str, api_key: str | None) -> ServerInfo:
                 body = {"model": model["id"], "prompt": [0], "max_tokens": 1, "logprobs": 0, flag: True}
                 answer = await _json(client, "POST", "/v1/completions", body)
                 if isinstance(answer, dict) and _usable(answer):
-                    root = str(model.get("root") or "")
-                    return ServerInfo(url, False, str(model["id"]), flag, root, _length(model))
+                    root, told = str(model.get("root") or ""), await _json(client, "GET", WEIGHT_INFO)
+                    versions = isinstance(told, dict) and "weight_version" in told
+                    return ServerInfo(url, False, str(model["id"]), flag, root, _length(model), versions)
     except TimeoutError:
         raise UsageError(f"The engine {url} did not say what it is within {INFO_SECONDS:g} seconds.") from None
     except (httpx.HTTPError, httpx.InvalidURL, *MALFORMED) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from pydantic_core import from_json
@@ -24,6 +25,9 @@ class EngineLost(EngineError):
 class EventReading(Protocol):
     """Reads the events of one answer."""
 
+    told: list[int] | None
+    """The weight version of every token of the answer, once an event has told them."""
+
     def feed(self, text: str) -> Delta:
         """The new tokens of an event; none are possible. Raises EngineLost for an event that reports an error or is
         broken off, RequestFailed for one of another form."""
@@ -36,6 +40,7 @@ class Reading:
     def __init__(self, name: str) -> None:
         self._name = name
         self._seen = 0
+        self.told: list[int] | None = None
 
     def feed(self, text: str) -> Delta:
         """The new tokens of an event. Raises EngineLost for an event that reports an error, RequestFailed for one that
@@ -49,7 +54,7 @@ class Reading:
             raise EngineLost(f"{self._name} sent a broken event: {error}") from error
         try:
             if "error" in told:
-                raise EngineLost(f"{self._name}: {_message(told)[:200]}")
+                raise EngineLost(f"{self._name}: {message_of(told)[:200]}")
             meta, finish = told["meta_info"], told["meta_info"].get("finish_reason")
             fresh = whole_number(meta["completion_tokens"]) - self._seen
             ids = [whole_number(token) for token in told["output_ids"][-fresh:]] if fresh else []
@@ -61,6 +66,8 @@ class Reading:
             kind = None if finish is None else str(finish["type"] if isinstance(finish, dict) else finish)
             if kind not in FINISHES:
                 raise ValueError(f"finish reason {kind!r:.40}")
+            if (spans := meta.get("weight_versions")) is not None:
+                self.told = spanned(spans, self._seen + fresh)
         except MALFORMED as error:
             raise RequestFailed(f"{self._name} sent an event not in SGLang's format: {error!r:.200}.") from error
         if not len(ids) == len(scores) == len(versions) == fresh:
@@ -78,12 +85,26 @@ def whole_number(value: Any) -> int:
     return value
 
 
+def spanned(spans: Sequence[Mapping[str, Any]], count: int) -> list[int]:
+    """The version of each of `count` tokens from spans {version, start, end}, which follow each other. Raises
+    ValueError, LookupError or TypeError for others."""
+    found: list[int] = []
+    for span in spans:
+        start, end = whole_number(span["start"]), whole_number(span["end"])
+        if not start == len(found) <= end <= count:
+            raise ValueError(f"weight versions of tokens {start} to {end}, after those of {len(found)}")
+        found += [version_number(span["version"])] * (end - start)
+    if len(found) != count:
+        raise ValueError(f"weight versions of {len(found)} tokens, not {count}")
+    return found
+
+
 def version_number(version: Any) -> int:
     """A weight version as a number; 0 if the server gives no number."""
     return int(version) if str(version).isdigit() else 0
 
 
-def _message(told: Any) -> str:
+def message_of(told: Any) -> str:
     """The text of an error's body: OpenAI's and SGLang's form, vLLM's, FastAPI's, or any other."""
     if not isinstance(told, dict):
         return str(told)
@@ -94,7 +115,7 @@ def _message(told: Any) -> str:
 def refused(status: int, text: str) -> Exception:
     """The error for an HTTP status other than 200: EngineLost if another engine may succeed, else ApiError."""
     with contextlib.suppress(ValueError, RecursionError):
-        text = _message(json.loads(text)) or text
+        text = message_of(json.loads(text)) or text
     if status in (429, 503):
         return EngineLost(f"An engine is full or starting: {text[:200]}")
     if status >= 500:

@@ -25,7 +25,7 @@ from glm5.engine.stops import StopStringDetector
 from glm5.errors import Glm5Error, RequestFailed, UsageError
 from glm5.obs.logs import get_logger
 from glm5.records import SamplingParams
-from glm5.rollout.engine_events import EngineLost, EventReading, Reading, refused, version_number
+from glm5.rollout.engine_events import MALFORMED, EngineLost, EventReading, Reading, refused, version_number
 from glm5.rollout.native_params import native_params
 from glm5.serve.engine_thread import EngineThread
 from glm5.serve.errors import ApiError, EngineFailed
@@ -98,7 +98,19 @@ class LocalEngine:
 
 
 class HttpEngine:
-    """A server with SGLang's `/generate`. `url` is its base URL."""
+    """A server with SGLang's `/generate`. `url` is its base URL.
+
+    Some servers tell the version that sampled a token only at the end of the answer. So while the weights may change,
+    tokens are held back until then, and what was said before must agree.
+    """
+
+    expected: int | None = None
+    """The version that the weights must have, as far as somebody knows."""
+    fault = ""
+    """Why its tokens cannot be used any more; empty as long as they can."""
+    silence: float | None = None
+    """Longest time between two events of an answer, in seconds."""
+    _changes = 0  # beginnings and ends of changes of the weights
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         self.name = url
@@ -113,7 +125,18 @@ class HttpEngine:
         """The client for a request."""
         yield self._http
 
-    def _request(
+    @contextlib.contextmanager
+    def changing(self, version: int) -> Iterator[None]:
+        """Within the block its weights become those of `version`, if the block ends without an error."""
+        self._changes += 1
+        try:
+            self.expected = version
+            yield
+            self.fault = ""
+        finally:
+            self._changes += 1
+
+    async def _request(
         self, ids: Sequence[int], params: SamplingParams, every: int
     ) -> tuple[str, dict[str, Any], EventReading]:
         """Path, body and reader of the events of a generation."""
@@ -129,35 +152,77 @@ class HttpEngine:
     async def stream(
         self, ids: Sequence[int], params: SamplingParams, session: str, every: int = 1
     ) -> AsyncGenerator[Delta, None]:
-        path, body, reading = self._request(ids, params, every)
+        changes, steady = self._changes, self._changes % 2 == 0
+        path, body, reading = await self._request(ids, params, every)
         last: Delta | None = None
+        held: list[Delta] = []
+        said: list[int] = []  # versions of the tokens that were not held back
         try:
             raw, named = to_json(body), {"x-session-id": session}
             async with self._client() as client, client.send("POST", path, raw, named) as answer:
                 if answer.status != 200:
                     raise refused(answer.status, await _beginning(answer))
-                async for line in answer.lines():
+                async for line in answer.lines() if self.silence is None else self._in_time(answer, self.silence):
                     if line.startswith(b"data:") and line[5:].strip() != b"[DONE]" and last is None:
                         delta = reading.feed(line[5:].decode("utf-8", "replace"))
-                        if delta.finish_reason is None:
-                            if delta.token_ids:
-                                yield delta
-                        else:
+                        if delta.finish_reason is not None:
                             last = delta  # yield it after the answer is read to its end: the connection can be reused
+                        elif delta.token_ids:
+                            if steady and changes == self._changes and not held:
+                                self._check_versions(delta.weight_versions, exact=True)
+                                said += delta.weight_versions
+                                yield delta
+                            else:
+                                held.append(delta)
         except OSError as error:
             if last is None:
                 raise EngineLost(f"{self.name} was lost: {type(error).__name__} {error}") from error
         if last is None:
             raise EngineLost(f"{self.name} ended an answer early.")
-        yield last
+        exact = steady and changes == self._changes and not held
+        for delta in _with_versions(self.name, [*held, last], said, reading.told):
+            self._check_versions(delta.weight_versions, exact=exact)
+            yield delta
+
+    async def _in_time(self, answer: Answer, seconds: float) -> AsyncIterator[bytes]:
+        lines = aiter(answer.lines())
+        while True:
+            try:
+                async with asyncio.timeout(seconds):
+                    line = await anext(lines)
+            except StopAsyncIteration:
+                return
+            except TimeoutError:
+                raise EngineLost(f"{self.name} has sent nothing for {seconds:g} seconds.") from None
+            yield line
+
+    def _check_versions(self, versions: Sequence[int], *, exact: bool) -> None:
+        """Raise EngineLost for tokens of weights that are not those that are expected, or with `exact=False` of newer
+        ones."""
+        if self.expected is None:
+            return
+        for version in versions:
+            if version > self.expected or (exact and version != self.expected):
+                self.fault = (
+                    f"The engine {self.name} samples with weights of version {version}, but was given version "
+                    f"{self.expected}: it was restarted, or somebody else loads weights; run the same command again."
+                )
+                raise EngineLost(self.fault)
 
     async def version(self) -> int:
+        return await self._told_version("/model_info", "/get_model_info")
+
+    async def _told_version(self, *paths: str) -> int:
+        """The `weight_version` that one of the paths tells; newer servers have the first."""
         try:
             async with self._client() as client, asyncio.timeout(VERSION_SECONDS):
-                _, told = await client.request("GET", "/get_weight_version", most=MOST_TOLD)
-            return version_number(json.loads(told).get("weight_version"))
-        except (OSError, ValueError, AttributeError, RecursionError) as error:
+                for path in paths:
+                    status, told = await client.request("GET", path, most=MOST_TOLD)
+                    if status == 200:
+                        return version_number(json.loads(told)["weight_version"])
+        except (OSError, *MALFORMED) as error:
             raise EngineLost(f"{self.name} does not answer: {type(error).__name__} {error}") from error
+        raise EngineLost(f"{self.name} does not tell the version of its weights (status {status} for {path}).")
 
     async def close(self) -> None:
         self._http.close()
@@ -301,6 +366,21 @@ class EnginePool:
             return self._ring.pick(session, self._load, avoid=avoid)
         except LookupError:  # take the one whose pause ends first
             return min(avoid, key=lambda rank: (not self.engines[rank].ready, self._down.get(rank, 0.0)))
+
+
+def _with_versions(name: str, deltas: list[Delta], said: list[int], told: list[int] | None) -> list[Delta]:
+    """The deltas with the versions that the end of the answer told. Raises RequestFailed if it contradicts those that
+    were `said` of the tokens before."""
+    if told is None:
+        return deltas
+    if told[: len(said)] != said:
+        raise RequestFailed(f"{name} told other weight versions at the end of an answer than while it sampled.")
+    start, found = len(said), list[Delta]()
+    for delta in deltas:
+        end = start + len(delta.token_ids)
+        found.append(replace(delta, weight_versions=told[start:end]))
+        start = end
+    return found
 
 
 def _stopped(delta: Delta, stops: StopStringDetector) -> Delta:

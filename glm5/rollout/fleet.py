@@ -8,23 +8,22 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-import httpx
+from typing import Literal
 
 from glm5.errors import EngineError, UsageError
 from glm5.obs.logs import get_logger
 from glm5.rollout.completions_engine import find_out
 from glm5.rollout.engine_events import EngineLost
 from glm5.rollout.engines import HttpEngine, TokenSource
-from glm5.rollout.weight_push import PART, Engine, GroupPool, Parts, SenderAddress, WeightPush
+from glm5.rollout.given_servers import GivenServer, SglangServer, VllmServer, watched_elsewhere
+from glm5.rollout.weight_push import GroupPool, Parts, SenderAddress, WeightPush
 from glm5.serve.http_client import HttpClient
 from glm5.serve.options import EngineOptions, Limits
-from glm5.serve.router.control import CONTINUE, expositions, tell_all
+from glm5.serve.router.control import expositions, tell_all
 from glm5.serve.router.metrics import watched
-from glm5.serve.router.pool import PAUSE, UPDATE, Launch, WorkerPool
+from glm5.serve.router.pool import UPDATE, Launch, WorkerPool
 from glm5.serve.router.process import WorkerJob
 from glm5.serve.router.workers import Worker, launch
 
@@ -86,7 +85,7 @@ class Fleet(ABC):
 
     async def signals(self) -> Signals:
         """The present load."""
-        found = [watched(text) for text in (await self._metrics()).values()]
+        found = [watched(text) or watched_elsewhere(text) for text in (await self._metrics()).values()]
         use = [1 - one["cache_pages_free"] / one["cache_pages"] for one in found if one.get("cache_pages")]
         return Signals(
             sum(int(one.get("samples_running", 0)) for one in found),
@@ -193,116 +192,84 @@ class WorkerEngine(HttpEngine):
 
 
 class RemoteFleet(Fleet):
-    """Servers with SGLang's native API, started by somebody else. They read weights from a folder that they share with
-    the learner, or receive them from its `sender`."""
+    """Servers that somebody else started. They read weights from a folder that they share with the learner, or those
+    with SGLang's native API receive them from its `sender`."""
 
-    def __init__(self, urls: Sequence[str], key: str | None = None, sender: SenderAddress | None = None) -> None:
-        self.sources, self._key = [HttpEngine(url, key) for url in urls], key
+    def __init__(
+        self, urls: Sequence[str], key: str | None = None, sender: SenderAddress | None = None, length: int = 0
+    ) -> None:
+        """`key` is the API key of all; `length` the longest prompt plus answer of the run, in tokens."""
+        self._urls, self._key, self._length = urls, key, length
         self._push = None if sender is None else WeightPush(sender)
-        self._taken_over = False
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._clients = [
-            httpx.AsyncClient(base_url=url, headers=headers, timeout=httpx.Timeout(None, connect=5.0), trust_env=False)
-            for url in urls
-        ]
-
-    async def start(self) -> None:
-        """Raises EngineError for a server whose API cannot load weights."""
-        for source in self.sources:
-            try:
-                info = await asyncio.to_thread(find_out, source.name, self._key)
-            except UsageError as error:  # `load` decides
-                log.warning("%s", error)
-                continue
-            if not info.native:
-                raise EngineError(
-                    f"The engine {source.name} has vLLM's /v1/completions, which has no way to load the weights of a "
-                    "run; engine_urls in live RL need SGLang's native API (`glm5 gateway --engines` takes both)."
-                )
-
-    async def close(self) -> None:
-        for client in self._clients:
-            await client.aclose()
-
-    async def load(self, folder: Path, version: int, parts: Parts = ()) -> None:
-        body = {"model_path": str(folder), "weight_version": str(version), "abort_all_requests": False}
-        body |= self._first
-        if self._push is None:
-            answers = await asyncio.gather(*(self._post(client, UPDATE, body) for client in self._clients))
-        else:
-            answers = await self._send(self._push, version, parts)
-        for source, answer in zip(self.sources, answers, strict=True):
-            try:
-                taken = json.loads(answer)["success"] is True
-            except (ValueError, KeyError, TypeError):
-                taken = False
-            if not taken or await self._version(source) != version:
-                raise EngineError(
-                    f"The engine {source.name} did not take the weights of version {version}; restart it, then run the "
-                    f"same command again: {answer:.300}"
-                )
-        self._taken_over = True
+        self.servers: list[GivenServer] = []
+        self.sources: list[HttpEngine] = []
 
     @property
-    def _first(self) -> dict[str, bool]:
-        """What the first load of a process says besides: the versions of another run no longer count."""
-        return {} if self._taken_over else {"any_version": True}
+    def failed(self) -> str:
+        return next((source.fault for source in self.sources if source.fault), "")
 
-    async def _send(self, push: WeightPush, version: int, parts: Parts) -> list[str]:
-        """The servers' answers. They are paused meanwhile: SGLang replaces every tensor as it arrives."""
-        infos = await asyncio.gather(*(self._get(client, "/get_server_info") for client in self._clients))
-        servers: dict[Engine, int] = {
-            _Server(client, self._first): _ranks(info) for client, info in zip(self._clients, infos, strict=True)
-        }
-        await asyncio.gather(*(self._post(client, PAUSE, {"mode": "retract"}) for client in self._clients))
-        try:
-            found = await push.send(servers, version, parts)
-        finally:
-            await asyncio.gather(*(self._post(client, CONTINUE, {}) for client in self._clients))
-        return [json.dumps({"success": found[one].state == "ok", "message": found[one].text}) for one in servers]
+    async def start(self) -> None:
+        """Raises EngineError for a server that does not answer, or that live RL cannot use."""
+        for url in self._urls:
+            try:
+                info = await asyncio.to_thread(find_out, url, self._key)
+            except UsageError as error:
+                raise EngineError(str(error)) from None
+            if self._push is not None and not info.native:
+                raise EngineError(
+                    f"The engine {url} has no native API of SGLang, so it reads weights from folders only; set "
+                    'launch.transport to "disk", or to "memory" if it is on this machine.'
+                )
+            if info.max_length is not None and info.max_length < self._length:
+                raise EngineError(
+                    f"The engine {url} takes {info.max_length:,} tokens at most; the stage's max_context is "
+                    f"{self._length:,}. Lower it, or start the engine with a longer context."
+                )
+            server = SglangServer(info, self._key) if info.native else VllmServer(info, self._key)
+            self.servers.append(server)
+            self.sources.append(server.source)
+            await server.check()
+
+    async def close(self) -> None:
+        for server in self.servers:
+            await server.close()
+
+    async def load(self, folder: Path, version: int, parts: Parts = ()) -> None:
+        with contextlib.ExitStack() as changes:
+            for server in self.servers:
+                changes.enter_context(server.source.changing(version))
+            if self._push is None:
+                work = [server.load(folder, version) for server in self.servers]
+                errors: Sequence[BaseException | None] = await asyncio.gather(*work, return_exceptions=True)
+            else:
+                errors = await self._send(self._push, version, parts)
+            for server, error in zip(self.servers, errors, strict=True):
+                if isinstance(error, BaseException) and not isinstance(error, EngineError):
+                    raise error
+                why = str(error or "")
+                if not why and (has := await server.source.version()) != version:
+                    why = f"it says that it has version {has}"
+                if why:
+                    raise EngineError(
+                        f"The engine {server.url} did not take the weights of version {version}; restart it, then run "
+                        f"the same command again: {why:.500}"
+                    )
+        for server in self.servers:
+            if isinstance(server, SglangServer):
+                server.first = {}
+
+    async def _send(self, push: WeightPush, version: int, parts: Parts) -> list[EngineError | None]:
+        servers = [server for server in self.servers if isinstance(server, SglangServer)]
+        ranks = await asyncio.gather(*(server.ranks() for server in servers))
+        async with contextlib.AsyncExitStack() as receiving:
+            for server in servers:
+                await receiving.enter_async_context(server.receiving())
+            found = await push.send(dict(zip(servers, ranks, strict=True)), version, parts)
+        replies = [found[server] for server in servers]
+        return [None if reply.state == "ok" else EngineError(reply.text) for reply in replies]
 
     async def abort(self) -> None:
-        await asyncio.gather(*(self._post(client, ABORT, {"abort_all": True}) for client in self._clients))
+        await asyncio.gather(*(server.abort() for server in self.servers))
 
     async def _metrics(self) -> Mapping[int, str]:
-        texts = await asyncio.gather(*(self._get(client, "/metrics") for client in self._clients))
-        return dict(enumerate(texts))
-
-    async def _version(self, source: TokenSource) -> int | None:
-        try:
-            return await source.version()
-        except EngineError:
-            return None
-
-    async def _post(self, client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> str:
-        try:
-            return (await client.post(path, json=dict(body))).text
-        except httpx.HTTPError as error:
-            return f"{type(error).__name__} {error}"
-
-    async def _get(self, client: httpx.AsyncClient, path: str) -> str:
-        try:
-            return (await client.get(path, timeout=5.0)).text
-        except httpx.HTTPError:
-            return ""
-
-
-@dataclass(frozen=True)
-class _Server:
-    """A given server as a group sees it."""
-
-    client: httpx.AsyncClient
-    first: dict[str, bool] = field(hash=False)
-
-    async def tell(self, method: str, path: str, body: bytes) -> httpx.Response:
-        if path == PART and self.first:
-            body = json.dumps(json.loads(body) | self.first).encode()
-        return await self.client.request(method, path, content=body, headers={"content-type": "application/json"})
-
-
-def _ranks(info: str) -> int:
-    """How many ranks a server is: SGLang's processes of tensor parallelism join one by one."""
-    try:
-        return max(1, int(json.loads(info).get("tp_size", 1)))
-    except (ValueError, TypeError, AttributeError):
-        return 1
+        return dict(enumerate(await asyncio.gather(*(server.metrics() for server in self.servers))))

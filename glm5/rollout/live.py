@@ -194,11 +194,11 @@ class LiveRollouts:
 
     async def finished(self, after: int, seconds: float) -> list[dict[str, Any]]:
         """Results with ids above `after` as JSON objects, in the order of their ids. Waits up to `seconds` for the
-        first one. Raises RolloutError if there is none and the fleet cannot go on."""
+        first one. Raises RolloutError if the fleet cannot go on."""
         await self.arrival(after, seconds)
+        if self.fleet.failed:
+            raise RolloutError(self.fleet.failed)
         if self.results <= after:
-            if self.fleet.failed:
-                raise RolloutError(self.fleet.failed)
             return []
         return await asyncio.to_thread(self._read, after)
 

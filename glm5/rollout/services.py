@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from glm5.chat.tokenizer import Tokenizer
-from glm5.errors import EnvironmentTimeout, Glm5Error
+from glm5.errors import EnvironmentTimeout, Glm5Error, RequestFailed
 from glm5.obs.logs import get_logger
 from glm5.records import Completion, Message, Outcome, SamplingParams, Turn
 from glm5.rollout.engines import UNSEEN, EnginePool
@@ -159,6 +159,9 @@ class FamilyService(TaskService):
         except ApiError as error:
             log.warning("%s: no engine answered: %s", job.session, error)
             found.finish_reason = "abort"
+        except RequestFailed as error:
+            log.warning("%s: an answer cannot be used: %s", job.session, error)
+            found.finish_reason = "error"
         return found
 
     async def _keep(self, job: Job, turns: Sequence[Turn], last: Node | None, messages: Sequence[Message]) -> Node:

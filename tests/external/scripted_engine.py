@@ -49,8 +49,7 @@ class ScriptedServer:
         listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         routes = [
-            Route("/get_model_info", self._info),
-            Route("/get_weight_version", self._version),
+            Route("/model_info", self._info),
             Route("/generate", self._generate, methods=["POST"]),
         ]
         self._server = uvicorn.Server(uvicorn.Config(Starlette(routes=routes), log_level="error"))
@@ -65,10 +64,8 @@ class ScriptedServer:
         return self._tokenizer.decode(ids)
 
     async def _info(self, request: Request) -> JSONResponse:
-        return JSONResponse({"tokenizer_path": str(self.tokenizer_path), "max_model_len": 1 << 15})
-
-    async def _version(self, request: Request) -> JSONResponse:
-        return JSONResponse({"weight_version": str(len(self.log))})
+        told = {"tokenizer_path": str(self.tokenizer_path), "max_model_len": 1 << 15}
+        return JSONResponse({**told, "weight_version": str(len(self.log))})
 
     async def _generate(self, request: Request) -> StreamingResponse:
         body = await request.json()

@@ -57,9 +57,11 @@ class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         module.__dict__["__getattr__"] = attribute
 
 
-def prepare(which: str, folder: Path) -> None:
-    sys.meta_path.insert(0, Absent(ABSENT[which].split()))
-    for inner in SHELLS[which]:
+def prepare(which: str, folder: Path, absent: list[str], shells: list[str]) -> None:
+    """Let the modules of a server's package be imported without what is `absent`, and without running the `__init__` of
+    the packages in `shells`."""
+    sys.meta_path.insert(0, Absent(absent))
+    for inner in shells:
         name = ".".join(filter(None, (which, inner)))
         shell = types.ModuleType(name)
         shell.__path__ = [str(folder.joinpath(*name.split(".")))]
@@ -132,6 +134,6 @@ def vllm(case: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     which, folder, source, target = sys.argv[1:]
-    prepare(which, Path(folder))
+    prepare(which, Path(folder), ABSENT[which].split(), SHELLS[which])
     read = {"sglang": sglang, "vllm": vllm}[which]
     Path(target).write_text(json.dumps([read(case) for case in json.loads(Path(source).read_text())]))

@@ -28,6 +28,8 @@ from glm5.obs.metrics import read_metrics
 from glm5.rl.drivers.live import _WeightFolders, weights_prefix
 from tests.forks import Forks
 from tests.launch.live_run import KINDS, LiveRun
+from tests.rollout.foreign_servers import KINDS as KINDS_OF_SERVERS
+from tests.rollout.foreign_servers import in_thread
 from tests.rooms import needs_rooms
 
 pytestmark = pytest.mark.long
@@ -125,6 +127,45 @@ open("answer", "w").write(urllib.request.urlopen(request).read().decode())
     run.check()
     assert run.query("SELECT DISTINCT outcome FROM results WHERE problem LIKE 'agent/%'") == [("solved",)]
     assert not run.stage.joinpath("gateway.sock").exists()
+
+
+@pytest.mark.parametrize("which", sorted(KINDS_OF_SERVERS))
+def test_a_server_of_another_kind_samples(live: Make, tmp_path: Path, which: str) -> None:
+    """An engine of ours that speaks as SGLang or vLLM does, in this process, and begins with weights that nobody wants:
+    the run trains on the numbers that the learner would compute itself."""
+    tokenizer = Tokenizer.byte_level()
+    GLM5ForCausalLM(GLM5Config.preset("nano", vocab_size=tokenizer.vocab_size), seed=9).save_pretrained(
+        tmp_path / "other"
+    )
+    tokenizer.save(tmp_path / "other")
+    with in_thread(which, tmp_path / "other") as (url, foreign):
+        run = live(steps=2, prompts=2, launch=f'engine_urls = ["{url}"]')
+        run.start()
+        run.finish(120)
+    run.check()
+    rows = read_metrics(run.stage.parent / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2] and all(row["mismatch_max"] == 0 for row in rows)
+    load = {"sglang": "POST /update_weights_from_disk", "vllm": "POST /collective_rpc"}[which]
+    assert [line for line, _ in foreign.asked].count(load) >= 2 and not foreign.wrong
+
+
+def test_a_server_that_was_restarted_ends_the_run(live: Make, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.byte_level()
+    model = GLM5ForCausalLM(GLM5Config.preset("nano", vocab_size=tokenizer.vocab_size), seed=9)
+    model.save_pretrained(tmp_path / "other")
+    tokenizer.save(tmp_path / "other")
+    with in_thread("vllm", tmp_path / "other") as (url, foreign):
+        run = live(steps=500, prompts=2, launch=f'engine_urls = ["{url}"]')
+        process = run.start()
+        run.wait_for_results(16)
+        foreign.fault = "version"
+        assert process.wait(120) == 1
+    said = run.output.read_text()
+    sampled = "samples with weights of version 99, but was given version"
+    pushed = "it says that it has version 99"  # whichever comes first
+    assert f"The engine {url} " in said and (sampled in said or pushed in said) and "Traceback" not in said
+    versions = [memoryview(row[0]).cast("i") for row in run.query("SELECT versions FROM turns")]  # type: ignore[arg-type]
+    assert versions and max(max(row, default=0) for row in versions) < 99
 
 
 @pytest.mark.slow
@@ -234,6 +275,7 @@ def test_a_run_on_ray_names_the_missing_package(tmp_path: Path, monkeypatch: pyt
         ({"engine_gpus": 0.0}, 'engine_gpus needs backend = "ray"'),
         ({"services": [{"families": ["sums"]}]}, 'services needs backend = "ray"'),
         ({"backend": "ray", "engine_urls": ["http://a"]}, "servers that run already"),
+        ({"engine_key_file": "key"}, "the key of engine_urls, of which there are none"),
         ({"transport": "distributed", "host": "0.0.0.0"}, "needs an address of this machine"),
         ({"backend": "ray", "engine_resources": {"CPU": 1.0}}, "cannot have CPU, which is engine_threads"),
         ({"backend": "ray", "engine_resources": {"memory": 1e6}}, "cannot have memory"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from glm5.model.glm5 import Block, GLM5ForCausalLM
 from glm5.ops.quantisers import quantise
 from glm5.quant import convert
 from glm5.quant.convert import REPORT, quantise_checkpoint
+from glm5.quant.formats import quantization_config
 from glm5.quant.rotation import rotate
 from glm5.quant.schemes import SCHEMES, Scheme, scheme_named
 from tests.quant.same_function import lively, same_function, without_rounding
@@ -77,6 +79,29 @@ def test_what_is_never_rounded(source: Path) -> None:
             assert any(part in name for name in kept)
             assert all(name in kept for name in disk_tensors(plain) if part in name)
     assert all(paper.form(name, plain.config) is None for name in disk_tensors(plain) if ".layers.3." in name)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+def test_every_matrix_is_named_as_rounded_or_as_kept(source: Path, scheme: Scheme) -> None:
+    """Other readers look at these lists alone; SGLang refuses a module that is in none, and looks for the two halves of
+    an MLP under one name."""
+    plain = GLM5ForCausalLM.from_pretrained(source, device="meta")
+    told = quantization_config(scheme, plain.config)
+
+    def named(patterns: list[str], module: str) -> bool:
+        return any(re.match(p[3:], module) if p.startswith("re:") else p == module for p in patterns)
+
+    for name, tensor in disk_tensors(plain).items():
+        module, rounded = name.removesuffix(".weight"), scheme.form(name, plain.config) is not None
+        if tensor.ndim != 2 or "embed_tokens" in name:
+            continue
+        if told["quant_method"] == "fp8":
+            assert (module in told["modules_to_not_convert"]) != rounded, module
+            continue
+        for one in {module, module.replace("gate_proj", "gate_up_proj")}:
+            groups = [group for group in told["config_groups"].values() if named(group["targets"], one)]
+            assert named(told["ignore"], one) != rounded, one
+            assert len(groups) == 1 or not rounded, one
 
 
 @pytest.mark.long

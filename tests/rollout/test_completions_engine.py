@@ -334,7 +334,7 @@ def test_live_rl_says_that_weights_cannot_be_pushed(tokenizer: Tokenizer) -> Non
     async def test() -> None:
         async with served(Stub(tokenizer).app) as url:
             fleet = RemoteFleet([url])
-            with pytest.raises(EngineError, match="no way to load the weights of a run") as caught:
+            with pytest.raises(EngineError, match="takes no weights from a trainer") as caught:
                 await fleet.start()
             assert url in str(caught.value) and "\n" not in str(caught.value)
             await fleet.close()

@@ -30,7 +30,9 @@ from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.rl.drivers import weight_sender
 from glm5.rl.drivers.weight_sender import WeightSender
 from glm5.rollout import weight_push
+from glm5.rollout.completions_engine import ServerInfo
 from glm5.rollout.fleet import LocalFleet, RemoteFleet
+from glm5.rollout.given_servers import SglangServer
 from glm5.rollout.weight_push import INIT, PART, SenderAddress, WeightPush
 from glm5.serve import weight_groups
 from glm5.serve.app import create_app
@@ -294,13 +296,9 @@ def test_servers_like_sglang_can_be_ranks(sender: WeightSender, make: Make, monk
         size, name = body["world_size"], body["group_name"]
         return helper(size, 1, [], body["backend"], store, group_name=name, timeout=seconds)[0]  # type: ignore[arg-type]
 
-    @app.get("/get_server_info")
+    @app.get("/server_info")
     async def info() -> dict[str, int]:
         return {"tp_size": 2}
-
-    @app.get("/get_weight_version")
-    async def get_version() -> dict[str, str]:
-        return {"weight_version": "7"}
 
     @app.post("/{path}")
     async def post(path: str, request: Request) -> dict[str, Any]:
@@ -328,17 +326,18 @@ def test_servers_like_sglang_can_be_ranks(sender: WeightSender, make: Make, monk
     async def test() -> None:
         fleet = RemoteFleet(["http://engine"], sender=sender.address)
         client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine")
-        fleet._clients = [client]
+        fleet.servers.append(SglangServer(ServerInfo("http://engine", True), client=client))
 
         async def seven() -> int:
-            return int((await client.get("/get_weight_version")).json()["weight_version"])
+            return 7
 
-        monkeypatch.setattr(fleet.sources[0], "version", seven)
+        monkeypatch.setattr(fleet.servers[0].source, "version", seven)
         model = make(seed=3)
         await fleet.load(Path("/nowhere"), 7, sender.write(model, 7))
         own = disk_tensors(model)
         assert own.keys() == weights.keys() and all(torch.equal(own[name], weights[name]) for name in own)
-        assert asked[:2] == ["pause_generation", "init_weights_update_group"] and asked[-1] == "continue_generation"
+        assert asked[:3] == ["pause_generation", "begin_weight_update", "init_weights_update_group"]
+        assert asked[-2:] == ["end_weight_update", "continue_generation"]
         with pytest.raises(EngineError, match="http://engine did not take the weights of version 8"):
             await fleet.load(Path("/nowhere"), 8, sender.write(model, 8))
         await fleet.close()
