@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -57,9 +56,8 @@ def results(job: Any, start: Callable[..., str]) -> dict[str, list[dict[str, Any
         follow = {"kind": "follow", "start": free, "steps": STEPS, "layout": {"ep": 1, **layout}}
         return [{**follow, "options": {"micro_rows": 1, "recompute": True}}, gradients(sparse, **layout)]
 
-    found = job(WORLD, *itertools.chain(*(tasks(**layout) for layout in LAYOUTS.values())), timeout=1800)
-    pairs = zip(found[::2], found[1::2], strict=True)
-    return {"one": job(1, *tasks()), **{name: list(pair) for name, pair in zip(LAYOUTS, pairs, strict=True)}}
+    # Processes of their own for each layout, for those of before keep the threads of their groups.
+    return {"one": job(1, *tasks()), **{n: job(WORLD, *tasks(**layout), timeout=1800) for n, layout in LAYOUTS.items()}}
 
 
 @pytest.mark.slow
