@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from pydantic_core import from_json
@@ -96,6 +97,21 @@ def spanned(spans: Sequence[Mapping[str, Any]], count: int) -> list[int]:
         found += [version_number(span["version"])] * (end - start)
     if len(found) != count:
         raise ValueError(f"weight versions of {len(found)} tokens, not {count}")
+    return found
+
+
+def with_versions(name: str, deltas: list[Delta], said: list[int], told: list[int] | None) -> list[Delta]:
+    """The deltas with the versions that the end of the answer told. Raises RequestFailed if it contradicts those that
+    were `said` of the tokens before."""
+    if told is None:
+        return deltas
+    if told[: len(said)] != said:
+        raise RequestFailed(f"{name} told other weight versions at the end of an answer than while it sampled.")
+    start, found = len(said), list[Delta]()
+    for delta in deltas:
+        end = start + len(delta.token_ids)
+        found.append(replace(delta, weight_versions=told[start:end]))
+        start = end
     return found
 
 

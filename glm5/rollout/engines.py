@@ -25,7 +25,15 @@ from glm5.engine.stops import StopStringDetector
 from glm5.errors import Glm5Error, RequestFailed, UsageError
 from glm5.obs.logs import get_logger
 from glm5.records import SamplingParams
-from glm5.rollout.engine_events import MALFORMED, EngineLost, EventReading, Reading, refused, version_number
+from glm5.rollout.engine_events import (
+    MALFORMED,
+    EngineLost,
+    EventReading,
+    Reading,
+    refused,
+    version_number,
+    with_versions,
+)
 from glm5.rollout.native_params import native_params
 from glm5.serve.engine_thread import EngineThread
 from glm5.serve.errors import ApiError, EngineFailed
@@ -180,7 +188,7 @@ class HttpEngine:
         if last is None:
             raise EngineLost(f"{self.name} ended an answer early.")
         exact = steady and changes == self._changes and not held
-        for delta in _with_versions(self.name, [*held, last], said, reading.told):
+        for delta in with_versions(self.name, [*held, last], said, reading.told):
             self._check_versions(delta.weight_versions, exact=exact)
             yield delta
 
@@ -366,21 +374,6 @@ class EnginePool:
             return self._ring.pick(session, self._load, avoid=avoid)
         except LookupError:  # take the one whose pause ends first
             return min(avoid, key=lambda rank: (not self.engines[rank].ready, self._down.get(rank, 0.0)))
-
-
-def _with_versions(name: str, deltas: list[Delta], said: list[int], told: list[int] | None) -> list[Delta]:
-    """The deltas with the versions that the end of the answer told. Raises RequestFailed if it contradicts those that
-    were `said` of the tokens before."""
-    if told is None:
-        return deltas
-    if told[: len(said)] != said:
-        raise RequestFailed(f"{name} told other weight versions at the end of an answer than while it sampled.")
-    start, found = len(said), list[Delta]()
-    for delta in deltas:
-        end = start + len(delta.token_ids)
-        found.append(replace(delta, weight_versions=told[start:end]))
-        start = end
-    return found
 
 
 def _stopped(delta: Delta, stops: StopStringDetector) -> Delta:

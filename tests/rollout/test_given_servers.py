@@ -133,7 +133,7 @@ def test_what_goes_wrong_is_a_sentence_and_no_row(
         async with fleet_of(url) as fleet:
             await fleet.load(folders[0], 5)
             good = [token for delta in await sampled(fleet) for token in delta.token_ids]
-            fleet.sources[0].silence = 0.3
+            fleet.sources[0].silence = 0.3 if fault == "silence" else None
             foreign.fault = fault
             pool, params, found = (
                 EnginePool(fleet.sources, 1 << 20),
