@@ -111,10 +111,11 @@ class _Page:
                     element.end = count
                 node = node.next_element_sibling
                 continue
-            names = _names(node)
-            element = _Element(node, self, count) if names else None
-            for name in names:
-                self.named[name].append(element)
+            element = None
+            if names := _names(node):
+                element = _Element(node, self, count)
+                for name in names:
+                    self.named[name].append(element)
             count += 1
             stack.append((node, element))
             node = node.first_element_child
