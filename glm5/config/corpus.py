@@ -62,6 +62,9 @@ class SourceConfig(Frozen):
     changes: ChangesConfig | None = None
     """SWE rows: of the history of a git repository, or of the Debian source packages (`.dsc` and their archives) in a
     folder."""
+    by_content: bool = False
+    """Name the language of source code by content (extra `magika`), and read files whose names say nothing if they are
+    code."""
     field: str = "text"
     """Field of JSONL records and column of parquet rows with the text."""
 

@@ -48,7 +48,14 @@ class TorchRanks(Ranks):
         kind = self.device.type
         self._joined = not dist.is_initialized()
         if self._joined:
-            dist.init_process_group(dist.get_default_backend_for_device(kind), timeout=timeout)
+            try:
+                dist.init_process_group(dist.get_default_backend_for_device(kind), timeout=timeout)
+            except dist.DistError as error:
+                raise LostRankError(
+                    f"Not all {os.environ.get('WORLD_SIZE')} ranks of the job joined within "
+                    f"{layout.timeout_seconds:g} s (parallel.timeout_seconds). One has ended, or cannot reach rank 0; "
+                    f"its own output says why. torch says: {str(error).splitlines()[0]:.200}"
+                ) from error
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         refuse(job_problems(layout, self.world, node_size()))
         self._objects = dist.new_group(backend="gloo", timeout=timeout)

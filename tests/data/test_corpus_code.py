@@ -9,8 +9,12 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
+from glm5.config.corpus import LimitConfig, SourceConfig
+from glm5.data.corpus import inputs
+from glm5.data.corpus.inputs import documents
 from glm5.data.corpus.kinds import file_type
 from glm5.data.corpus.licenses import Licenses, recognised, spdx, tagged
+from glm5.data.corpus.plan import list_inputs
 from glm5.data.corpus.repository import Paths, concatenated, dependency_order
 from glm5.data.corpus.spdx import UNKNOWN, all_of, allowed, normal
 
@@ -260,3 +264,33 @@ def test_hostile_metadata_of_packages_says_nothing(tmp_path: Path) -> None:
     (tmp_path / "aside-1.dist-info").symlink_to(folders["good"])
     licenses = Licenses(tmp_path)
     assert [licenses.of(f"{name}/a.py") for name in folders] == ["", "", "", "", "MIT"]
+
+
+def test_languages_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A content that is clear wins over a name, and gives a file without one its language; else the name stays."""
+    labels = {"cpp": 0.99, "perl": 0.5, "lisp": 0.99, "cobol": 0.95, "json": 0.99, "python": 0.99}
+
+    def identify(raw: bytes) -> tuple[str, float]:
+        label = raw.decode().split()[0]
+        return label, labels[label]
+
+    monkeypatch.setattr(inputs, "identify_by_magika", lambda: identify)
+    files = {
+        "a.h": "cpp", "b.t": "perl", "c.scm": "lisp", "payroll": "cobol", "data": "json", "script.unknown": "python",
+        "readme": "json", "d.py": "json",
+    }  # fmt: skip
+    for name, label in files.items():
+        (tmp_path / name).write_text(f"{label} text\n")
+    (tmp_path / "image.xyz").write_bytes(b"\0\1")
+    source = SourceConfig(name="s", path=str(tmp_path), by_content=True)
+    found = {
+        one.name: getattr(text, "code", getattr(text, "reason", ""))
+        for one in list_inputs(source)[0]
+        for text in documents(one, source, LimitConfig(), lambda format, raw: "damaged")
+    }
+    assert found == {
+        "s/a.h": "C++", "s/b.t": "Perl", "s/c.scm": "Scheme", "s/payroll": "COBOL", "s/data": "no_code",
+        "s/script.unknown": "Python", "s/readme": None, "s/d.py": "Python", "s/image.xyz": "binary",
+    }  # fmt: skip
+    plain = SourceConfig(name="s", path=str(tmp_path))
+    assert len(list_inputs(plain)[0]) == 5 and list_inputs(plain)[1] == {"unsupported": 4}

@@ -51,16 +51,16 @@ class Job:
         task.setdefault("out", str(self.folder / f"out-{self.count}"))
         return task
 
-    def start(self, world: int, tasks: list[dict[str, Any]]) -> list[Any]:
+    def start(self, world: int, tasks: list[dict[str, Any]], missing: int = 0) -> list[Any]:
         tasks = [self._place(task) for task in tasks]
         path = self.folder / f"tasks-{self.count}.json"
         path.write_text(json.dumps(tasks), encoding="utf-8")
-        return self.ranks(world, WORKER, path)
+        return self.ranks(world, WORKER, path, missing=missing)
 
-    def ranks(self, world: int, script: str | Path, *arguments: object) -> list[Any]:
-        """A script as `world` processes that find each other as torchrun would have it."""
+    def ranks(self, world: int, script: str | Path, *arguments: object, missing: int = 0) -> list[Any]:
+        """A script as `world` processes that find each other under torchrun; the last ones may be missing."""
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world), **LOOPBACK}
-        ranks = map(str, range(world))
+        ranks = map(str, range(world - missing))
         return [self.forks.start(script, *arguments, load=FSDP, RANK=r, LOCAL_RANK=r, **shared) for r in ranks]
 
     def __call__(self, world: int, *tasks: dict[str, Any], timeout: float = 240) -> list[Any]:

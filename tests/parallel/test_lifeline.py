@@ -147,12 +147,20 @@ def test_a_name_that_means_this_machine_only_at_home_is_reached_from_outside() -
         pass
 
 
+def test_a_rank_that_never_joins_is_reported(job: Any, tmp_path: Path) -> None:
+    """Nobody knows it yet, so the others can only say that one is missing."""
+    ranks = job.start(3, [{"kind": "run", "start": "", "timeout": 2}], missing=1)
+    assert [rank.wait(30) for rank in ranks] == [1, 1]
+    for rank in ranks:
+        assert "LostRankError: Not all 3 ranks of the job joined within 2 s" in rank.err, rank.err
+
+
 def _interrupted(job: Any, start: str, folder: Path, seed: int) -> None:
     """Kill one rank of three at a random moment; the others name it within ten seconds, and the same job, started
     again, ends with the bytes of one that nobody disturbed."""
     draw = random.Random(seed)
     task = {"kind": "run", "start": start, "ep": 1, "out": str(folder / "out")}
-    seen = folder / draw.choice(["", "out", "out/state/step-00000002", "out/state/step-00000004"])
+    seen = folder / draw.choice(["out", "out/state/step-00000002", "out/state/step-00000004"])
     ranks = job.start(3, [dict(task)])
     try:
         while not seen.exists() and ranks[0].process.poll() is None:

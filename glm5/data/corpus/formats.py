@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 
 from glm5.config.corpus import LimitConfig
-from glm5.data.corpus.kinds import FileType, file_type
+from glm5.data.corpus.kinds import UNNAMED, FileType, file_type
 from glm5.data.corpus.streams import Bounded, Refused, decompressed, opened, room_of
 from glm5.data.corpus.text import Extract, Found, Skipped, Text, checked, decode, extracted_document, one_document, tidy
 from glm5.data.documents import ReadReport
@@ -33,10 +33,9 @@ _BASE64 = {
 
 
 def texts(path: Path, name: str, limits: LimitConfig, field: str, extract: Extract) -> Iterator[Found]:
-    """The documents of one file, in a fixed order. Never raises for what a file contains."""
-    kind = file_type(name)
-    if kind is None:
-        return
+    """The documents of one file, in a fixed order. A name that says nothing gives text in an unknown language. Never
+    raises for what a file contains."""
+    kind = file_type(name) or UNNAMED
     try:
         if kind.format == "parquet":
             yield from _parquet(path, name, limits, field)

@@ -65,6 +65,10 @@ _BY_SUFFIX = {suffix: language for language, suffixes in _LANGUAGES.items() for 
 _BY_NAME = {"makefile": "Makefile", "gnumakefile": "Makefile", "cmakelists.txt": "CMake", "dockerfile": "Dockerfile"}
 
 
+UNKNOWN_CODE = "?"
+"""Language of a file whose name says nothing: its content decides (`SourceConfig.by_content`)."""
+
+
 @dataclass(frozen=True)
 class FileType:
     """`format` is html, text, pdf, warc, jsonl, parquet, dictionary or archive; `compression` one of COMPRESSIONS or
@@ -74,6 +78,9 @@ class FileType:
     kind: Kind | None
     compression: str = ""
     code: str | None = None
+
+
+UNNAMED = FileType("text", "code", code=UNKNOWN_CODE)
 
 
 def file_type(path: str) -> FileType | None:

@@ -164,6 +164,9 @@ def _inputs(source: SourceConfig, skipped: Counter[str]) -> Iterator[Input]:
             )
         return
     root = _root(source.path).resolve()
+    if root.is_file() and file_type(root.name) is None and not source.by_content:
+        skipped["unsupported"] += 1
+        return
     if root.is_file():
         yield replace(_input(source.name, root, root.name, root.stat()), license=source.license or "")
         return
@@ -174,7 +177,7 @@ def _inputs(source: SourceConfig, skipped: Counter[str]) -> Iterator[Input]:
     for path, name, status in _walk(root, _NO_CODE | inside_python, skipped):
         if not _wanted(name, source):
             continue
-        if file_type(name) is None:
+        if file_type(name) is None and not source.by_content:
             skipped["unsupported"] += 1
         elif not status.st_size:
             skipped["empty"] += 1

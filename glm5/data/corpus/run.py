@@ -19,6 +19,7 @@ from glm5.chat.tokenizer import Tokenizer
 from glm5.config.corpus import CorpusRecipe
 from glm5.config.load import dump_recipe
 from glm5.data.corpus.account import write_account
+from glm5.data.corpus.code_language import identify_by_magika
 from glm5.data.corpus.contaminated import read_problems
 from glm5.data.corpus.embeddings import Embeddings
 from glm5.data.corpus.logistic import EmbeddingClassifier
@@ -75,9 +76,11 @@ def run_corpus(
         ConfigError: `out` has another recipe, or an option is invalid.
         DataError: a source is missing or has changed, or a process died.
         CheckpointError: another process works in `out`.
-        MissingExtraError: a package of the extra `data` (or `ray`) is not installed.
+        MissingExtraError: a package of the extra `data` (or `ray`, `magika`) is not installed.
     """
     need_extra(executor)
+    if any(source.by_content for source in recipe.sources):
+        identify_by_magika()
     if executor == "slurm":
         from glm5.data.corpus.slurm import check_slurm
 

@@ -26,6 +26,7 @@ REASONS = {
     "damaged": "not what its name says, or cut off",
     "binary": "contains NUL bytes",
     "encoding": "neither UTF-8 nor UTF-16 nor Latin text",
+    "no_code": "neither name nor content says that it is code",
     "empty": "no text",
     "timeout": "extraction took too long",
     "crashed": "extraction died or ran out of memory",
