@@ -13,8 +13,9 @@ from glm5.config.devices import DEVICES, RESERVED, similar_device
 from glm5.config.model import GLM5Config
 from glm5.config.optim import OptimConfig
 from glm5.config.parallel import Layout
-from glm5.config.recipe import PretrainStage
-from glm5.config.step_setting import planned_setting
+from glm5.config.recipe import DsaStage, PretrainStage
+from glm5.config.step_memory import RankStep
+from glm5.config.step_setting import gradient_setting, planned_setting
 from glm5.data.packing import Batch
 from glm5.device import memory_of
 from glm5.model.glm5 import GLM5ForCausalLM
@@ -95,3 +96,28 @@ def test_more_memory_recomputes_less(pp: int) -> None:
         assert isinstance(modes, tuple) and peak is not None and (peak <= device.usable or set(modes) == {True})
         again.append(modes.count(True))
     assert again == sorted(again, reverse=True) and again[-1] == 0 < again[0]
+
+
+def test_a_stage_with_the_output_head_alone_has_a_plan() -> None:
+    """Two layers and MTP in four stages; while the indexers learn, the last one has nothing to keep."""
+    config = GLM5Config.preset("nano", num_hidden_layers=2, index_topk_pattern="FF")
+    stage = DsaStage(kind="dsa_warmup", name="s", optim=OptimConfig(steps=1, lr=1e-3), row_length=64, recompute="auto")
+    setting, peak = planned_setting(stage, config, Layout(pp=4), 4, similar_device("h100", 80e9))
+    assert set(setting.forward.recompute) == {False} and peak  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_what_fits_without_recomputation_is_not_recomputed(offload: bool) -> None:
+    """Of short rows, what is alive while a layer is computed again is more than what all layers keep."""
+    config, layout = GLM5Config.preset("nano", num_hidden_layers=2), Layout(pp=2, ep=3, pp_deferred=3)
+    config = config.replace(n_routed_experts=6, use_dsa=False, index_topk=None)
+    shape = {"rows": 8, "micro_rows": 4, "row_length": 64, "offload": offload}
+    stage = PretrainStage(kind="pretrain", name="s", optim=OptimConfig(steps=1, lr=1e-3), recompute="auto", **shape)
+    peaks = {}
+    for mode in (False, True):
+        setting = gradient_setting(stage.model_copy(update={"recompute": mode}), config, layout, 6)
+        peaks[mode] = max(RankStep(config, setting, rank).peak().bytes for rank in range(2))
+    assert peaks[False] < peaks[True]
+    device = similar_device("h100", 1.001 * peaks[False] / (1 - RESERVED))
+    setting, peak = planned_setting(stage, config, layout, 6, device)
+    assert set(setting.forward.recompute) == {False} and peak == peaks[False]  # type: ignore[arg-type]
