@@ -21,6 +21,7 @@ from glm5.device import memory_of
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.obs.metrics import NullMetrics
 from glm5.parallel.ranks import Ranks
+from glm5.train import auto_recompute
 from glm5.train.loop import StageIO, Trainer
 from glm5.train.losses import language_loss
 
@@ -96,6 +97,40 @@ def test_more_memory_recomputes_less(pp: int) -> None:
         assert isinstance(modes, tuple) and peak is not None and (peak <= device.usable or set(modes) == {True})
         again.append(modes.count(True))
     assert again == sorted(again, reverse=True) and again[-1] == 0 < again[0]
+
+
+class Mixed(Ranks):
+    """A rank of two with devices of two makers."""
+
+    names = ("NVIDIA A100-SXM4-80GB", "NVIDIA H200")
+
+    def gather(self, value: Any) -> list[Any]:
+        return [(80e9, name) for name in self.names] if isinstance(value, tuple) else [80e9, 80e9]
+
+
+def test_ranks_with_other_devices_plan_for_the_same_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With equal memory too: what is cheap to compute again depends on the device's rates."""
+    stage = PretrainStage(kind="pretrain", name="s", optim=OptimConfig(steps=1, lr=1e-3), recompute="auto")
+    seen: list[Any] = []
+
+    def record(stage: Any, config: Any, layout: Any, world: int, device: Any, **options: Any) -> Any:
+        seen.append(device)
+        return planned_setting(stage, config, layout, world, device, **options)
+
+    monkeypatch.setattr(auto_recompute, "planned_setting", record)
+    for name in Mixed.names:
+        monkeypatch.setattr(auto_recompute, "name_of", lambda device, name=name: name)
+        auto_recompute.recompute_of(stage, CONFIG, Mixed("cpu", Layout(memory="80GB")))
+    assert seen[0] == seen[1]
+
+
+def test_what_stays_on_a_cpu_is_counted() -> None:
+    """`offload` does nothing there."""
+    shape = {"rows": ROWS, "row_length": LENGTH, "recompute": "auto"}
+    stage = PretrainStage(kind="pretrain", name="s", optim=OptimConfig(steps=1, lr=1e-3), **shape)
+    away, device = stage.model_copy(update={"offload": True}), similar_device("cpu", 30e6)
+    plans = [planned_setting(one, CONFIG, Layout(), 1, device, cpu=True) for one in (stage, away)]
+    assert plans[0] == plans[1] != planned_setting(away, CONFIG, Layout(), 1, device)
 
 
 def test_a_stage_with_the_output_head_alone_has_a_plan() -> None:
