@@ -100,6 +100,9 @@ def _stage(
     modes = setting.forward.recompute if isinstance(setting.forward.recompute, tuple) else (setting.forward.recompute,)
     again = 1 + modes.count(True) / len(modes) / 3
     speed = gpus * mfu * rate / (flops * again) * (1 - bubble_of(RankStep(config, setting)))
+    if isinstance(stage, GradientStage):  # processes wait for those with most rows
+        groups = gpus // layout.pp // layout.cp
+        speed *= stage.rows / (-(-stage.rows // groups) * groups)
     split: Report | None = None
     if isinstance(stage, PolicyStage) and gpus > 1:
         split = rl_split(stage, config, layout, gpus, device, mfu, recipe.launch)

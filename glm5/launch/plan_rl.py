@@ -159,8 +159,8 @@ def engines_of(
     device = replace(device, flops=device.flops_fp32 if item == WIDE else device.flops)
     if config.use_dsa and not config.selects_keys:  # attention is dense until the indexers have learned
         config = config.replace(use_dsa=False)
-    for devices in range(1, most + 1):
-        if any(tp_problems(config, devices)) or (starts and found):
+    for devices in range(1, min(most, config.num_attention_heads) + 1):  # which they divide
+        if (starts and found) or any(tp_problems(config, devices)):
             continue
         each, free = _cache_of_token(config, item, devices), device.usable - weights / devices
         if devices == 1 and starts:
@@ -206,7 +206,8 @@ def rl_split(
     for learners in range(1, gpus):
         if any(job_problems(layout, learners, node_of(learners, device.node))):
             continue
-        learning = tokens / (learners * rate)
+        rows = -(-tokens // (learners * stage.minibatches * stage.row_length))  # of the learner with most
+        learning = rows * stage.minibatches * stage.row_length / rate
         for engine in kinds:
             engines = min((gpus - learners) // engine.devices, flying)
             if not engines:

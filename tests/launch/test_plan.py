@@ -76,6 +76,13 @@ def test_problems(changes: list[str], gpus: int, said: str) -> None:
     assert all(problem in table(found) for problem in problems)
 
 
+def test_processes_without_rows_are_no_faster() -> None:
+    changes = ["stages.pretrain.rows=8", "stages.pretrain.micro_rows=1"]
+    eight, more, four = (load_and_plan(RECIPES / "one-gpu.toml", changes, n, "h100")["stages"][0] for n in (8, 13, 4))
+    assert more["tokens_per_second"] == pytest.approx(eight["tokens_per_second"])
+    assert more["seconds"] == pytest.approx(eight["seconds"]) == pytest.approx(four["seconds"] / 2)
+
+
 def test_wide_numbers_stay_apart() -> None:
     found = load_and_plan(RECIPES / "one-gpu.toml", [], 1, "h100")
     found["stages"][0]["memory"] |= {"activations": 10**13, "logits": 10**13, "optimizer": 10**14}

@@ -74,7 +74,8 @@ def test_the_split_is_the_best_of_all(fields: dict[str, Any], slow: float, launc
     for learners, engine in product(range(2, gpus, 2), kinds):  # ep divides them
         if engines := (gpus - learners) // engine.devices:
             rollout = flying / (engines * engine.rollouts_per_second(-(-flying // engines)))
-            learning = 32 * 1000 / (learners * learner)
+            own_rows = -(-32_000 // (learners * 512 * own.minibatches))
+            learning = own_rows * 512 * own.minibatches / learner
             seconds = max(learning, rollout * 32 / flying, (rollout + learning) / waits)
             every[learners, engine.devices] = seconds
     assert found["seconds_per_update"] == pytest.approx(min(every.values()))
@@ -150,7 +151,7 @@ def test_engines_on_devices_of_learners(launch: dict[str, Any], gpus: int, share
 def test_a_large_job_is_planned_in_seconds() -> None:
     began = time.process_time()
     found = rl_split(stage(), TINY, Layout(), 4096, H100, 0.15)
-    assert found["learners"] + found["engines"] <= 4096 and time.process_time() - began < 5
+    assert found["learners"] <= 63 and time.process_time() - began < 5  # an update has 63 rows
 
 
 def test_the_published_example() -> None:
