@@ -68,7 +68,7 @@ def plan(recipe: RunRecipe, gpus: int, device: str, mfu: float = MFU) -> Report:
 def device_of(name: str, layout: Layout) -> Device:
     """The device of a name, with the memory that the layout gives a process. Raises UsageError for an unknown one."""
     found = device_named(name)
-    return replace(found, memory=layout.memory_bytes or found.memory)
+    return found if layout.memory_bytes is None else replace(found, memory=layout.memory_bytes)
 
 
 def _stage(

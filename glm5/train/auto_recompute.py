@@ -24,7 +24,9 @@ def recompute_of(stage: GradientStage, config: GLM5Config, ranks: Ranks) -> Reco
     if stage.recompute != "auto":
         return stage.recompute
     device, layout, cpu = ranks.device, ranks.layout, ranks.device.type == "cpu"
-    memory = layout.memory_bytes or memory_of(device) // ((node_size() or ranks.world) if cpu else 1)
+    memory = layout.memory_bytes
+    if memory is None:
+        memory = memory_of(device) // ((node_size() or ranks.world) if cpu else 1)
     memory, name = min(ranks.gather((memory, name_of(device))))
     kind = similar_device(name, memory)
     setting, peak = planned_setting(stage, config, layout, ranks.world, kind, cpu=cpu)
