@@ -126,20 +126,18 @@ def fit(
     least: Keep = (True, offload is not False)
     moments = list(RankStep(config, with_keeps(setting, [least] * layers), rank).moments())
     smallest = max(moments, key=lambda moment: moment.bytes)
+    if not offload or smallest.bytes > usable:
+        # Keeping all is best if it fits. Of short rows it may even need less than what is alive while a layer is
+        # computed again.
+        whole: Keep = (False, bool(offload))
+        moment = RankStep(config, with_keeps(setting, [whole] * layers), rank).peak()
+        if moment.bytes <= usable:
+            return moment, _same(_choices(config, setting, rank, speed, offload), whole)
     if smallest.bytes > usable:
         return smallest
-    step = RankStep(config, setting, rank)
-    kept, flying = kept_by_mode(step), _times_kept(step)
-    choices: dict[int, list[Choice]] = {}
-    for layer in sorted(set(step.layers)):
-        if layer == config.num_hidden_layers and not step.forward.depths:
-            continue
-        again = _exchanged_again(step, layer, speed.device)
-        options = layer_choices(step, kept, layer, layer, speed.forward(step, layer), again, speed.device)
-        allowed = [one for one in options if offload is None or one.offload == offload]
-        choices[layer] = [one._replace(bytes=one.bytes * flying[layer]) for one in allowed]
+    choices = _choices(config, setting, rank, speed, offload)
     # The optimizer's moment has no activations.
-    filled = max(moment.bytes for moment in moments if moment.phase != "optimizer")
+    filled = max((moment.bytes for moment in moments if moment.phase != "optimizer"), default=0)
     budget = usable - filled + sum(min(one.bytes for one in options) for options in choices.values())
     for _ in range(6):
         chosen = choose(list(choices.values()), budget)
@@ -151,7 +149,29 @@ def fit(
         if moment.bytes <= usable:
             return moment, found
         budget -= moment.bytes - usable
-    return smallest, {layer: next(c for c in options if c[:2] == least) for layer, options in choices.items()}
+    return smallest, _same(choices, least)
+
+
+def _choices(
+    config: GLM5Config, setting: Setting, rank: int, speed: Speed, offload: bool | None
+) -> dict[int, list[Choice]]:
+    """Of every layer of a process, with the bytes of all micro-batches that are alive at once."""
+    step = RankStep(config, setting, rank)
+    kept, flying = kept_by_mode(step), _times_kept(step)
+    choices: dict[int, list[Choice]] = {}
+    for layer in sorted(set(step.layers)):
+        if layer == config.num_hidden_layers and not step.forward.depths:
+            continue
+        again = _exchanged_again(step, layer, speed.device)
+        options = layer_choices(step, kept, layer, layer, speed.forward(step, layer), again, speed.device)
+        allowed = [one for one in options if offload is None or one.offload == offload]
+        choices[layer] = [one._replace(bytes=one.bytes * flying[layer]) for one in allowed]
+    return choices
+
+
+def _same(choices: dict[int, list[Choice]], keep: Keep) -> dict[int, Choice]:
+    """The same choice for all layers."""
+    return {layer: next(one for one in options if one[:2] == keep) for layer, options in choices.items()}
 
 
 def _times_kept(step: RankStep) -> dict[int, int]:

@@ -44,7 +44,8 @@ def gradient_setting(
         cpu=cpu,
         cp=layout.cp,
     )
-    return job_setting(stage, layout, world, forward, parts=-(-own // micro), trains=trains, offload=stage.offload)
+    offload = stage.offload and not cpu  # on a CPU the key does nothing
+    return job_setting(stage, layout, world, forward, parts=-(-own // micro), trains=trains, offload=offload)
 
 
 def planned_setting(

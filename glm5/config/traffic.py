@@ -52,7 +52,7 @@ def step_traffic(step: RankStep) -> list[Traffic]:
     s = step.setting
     found = list(_pipeline(step) if s.pp > 1 else _fsdp(step)) if s.world > 1 else []
     found += _experts(step)
-    found += _keys(step)
+    found += keys_of_rows(step)
     found += _owners(step)
     return [one for one in found if one.bytes]
 
@@ -131,7 +131,7 @@ def _experts(step: RankStep) -> Iterator[Traffic]:
     yield Traffic("all-to-all", "rows of experts", rows * times * s.parts, s.ep)
 
 
-def _keys(step: RankStep) -> Iterator[Traffic]:
+def keys_of_rows(step: RankStep) -> Iterator[Traffic]:
     """Keys of the tokens of other processes, and their gradients (context parallelism), at most."""
     forward = step.forward
     if forward.cp == 1:

@@ -185,6 +185,8 @@ class Engine:
         "fp8"; see `quant.in_place`). On CPUs and GPUs, integer matrices of checkpoints with int8 activations stay
         integers. `flash_comm` "plain" or "int8" makes the processes of `tp` divide the tokens of prompts between layers
         (see `parallel.tensor.SplitSums`)."""
+        if flash_comm is not None and tp == 1:
+            raise EngineError("--flash-comm is for the processes of --tp; give --tp too, or leave it out.")
         directory = Path(path)
         tokenizer = Tokenizer.load(directory, chat_template) if (directory / "tokenizer.json").exists() else None
         if ep > 1:
@@ -194,8 +196,6 @@ class Engine:
 
             options.pop("graphs", None)
             return ExpertParallelEngine.start(directory, tokenizer, ep_rank, ep, ep_meeting, dtype, device, **options)
-        if flash_comm is not None and tp == 1:
-            raise EngineError("--flash-comm is for the processes of --tp; give --tp too, or leave it out.")
         if tp > 1:
             if options.get("cache_dtype") is not None:
                 raise EngineError("An int8 cache (--cache-dtype) needs an engine of one process; leave out --tp.")

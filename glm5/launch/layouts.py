@@ -90,9 +90,12 @@ def legal_layouts(config: GLM5Config, stage: GradientStage, gpus: int, node: int
 
 def candidates(config: GLM5Config, stage: GradientStage, gpus: int, node: int) -> Iterator[Candidate]:
     """The legal layouts that are compared: those with even shares of rows, enough tokens for each process of a context
-    group, and no fewer micro-batches than pipeline stages, most of which would only wait."""
+    group, no fewer micro-batches than pipeline stages, most of which would only wait, and experts if they are divided.
+    """
     for layout in legal_layouts(config, stage, gpus, node):
         pp, cp, dp = layout.pp, layout.cp, gpus // layout.pp // layout.cp
+        if layout.ep > 1 and not config.n_routed_experts:
+            continue
         if stage.rows % dp or (cp > 1 and stage.row_length // cp < LEAST_TOKENS):
             continue
         own = stage.rows // dp

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from glm5.config.activations import WIDE, exchanged_bytes
+from glm5.config.activations import WIDE
 from glm5.config.devices import RESERVED, Device, device_named
 from glm5.config.keep_plan import keeps_text
 from glm5.config.layout_rules import job_problems, node_of, stage_problems, training_problems
@@ -24,6 +24,7 @@ from glm5.config.recipe import (
 from glm5.config.step_memory import PHASES, RankStep, Setting, step_memory
 from glm5.config.step_setting import planned_setting
 from glm5.config.step_time import bubble_of, model_flops
+from glm5.config.traffic import keys_of_rows
 from glm5.config.trained_models import trained_models
 from glm5.errors import UsageError
 from glm5.launch.plan_rl import ASSUMED, beside_the_learner, policy_setting, rl_split, split_lines
@@ -67,7 +68,7 @@ def plan(recipe: RunRecipe, gpus: int, device: str, mfu: float = MFU) -> Report:
 def device_of(name: str, layout: Layout) -> Device:
     """The device of a name, with the memory that the layout gives a process. Raises UsageError for an unknown one."""
     found = device_named(name)
-    return replace(found, memory=layout.memory_bytes or found.memory)
+    return found if layout.memory_bytes is None else replace(found, memory=layout.memory_bytes)
 
 
 def _stage(
@@ -99,6 +100,9 @@ def _stage(
     modes = setting.forward.recompute if isinstance(setting.forward.recompute, tuple) else (setting.forward.recompute,)
     again = 1 + modes.count(True) / len(modes) / 3
     speed = gpus * mfu * rate / (flops * again) * (1 - bubble_of(RankStep(config, setting)))
+    if isinstance(stage, GradientStage):  # processes wait for those with most rows
+        groups = gpus // layout.pp // layout.cp
+        speed *= stage.rows / (-(-stage.rows // groups) * groups)
     split: Report | None = None
     if isinstance(stage, PolicyStage) and gpus > 1:
         split = rl_split(stage, config, layout, gpus, device, mfu, recipe.launch)
@@ -106,7 +110,7 @@ def _stage(
         "name": stage.name,
         "kind": stage.kind,
         "recompute": setting.forward.recompute,
-        "problems": problems or _too_large(stage, gpus, layout.cp, device, memory["peak"]),
+        "problems": problems or _too_large(stage, gpus, layout, device, memory["peak"]),
         "memory": memory,
         "tokens_per_step": tokens,
         "exchanged_bytes_per_step": _exchanged(config, setting),
@@ -121,30 +125,30 @@ def _stage(
 def _exchanged(config: GLM5Config, setting: Setting) -> int:
     """Bytes of keys and of their gradients that a process receives in a step from those with other tokens of its rows
     (context parallelism), at most."""
-    forward = setting.forward
-    layers = max(len(RankStep(config, setting, rank).kept) for rank in range(setting.pp))
-    return exchanged_bytes(config, forward) * layers * (2 + bool(forward.recompute)) * setting.parts
+    steps = [RankStep(config, setting, rank) for rank in range(setting.pp)]
+    return round(max(sum(moved.received() for moved in keys_of_rows(step)) for step in steps))
 
 
-def _too_large(stage: Stage, gpus: int, cp: int, device: Device, peak: int) -> list[str]:
+def _too_large(stage: Stage, gpus: int, layout: Layout, device: Device, peak: int) -> list[str]:
     """Why the stage does not fit, if it does not."""
     usable = device.usable
     if peak <= usable:
         return []
     return [
         f"does not fit: it needs {peak / 1e9:,.1f} GB, and {usable / 1e9:,.1f} of {device.memory / 1e9:,.0f} GB "
-        f"can be used. {_advice(stage, gpus, cp)}"
+        f"can be used. {_advice(stage, gpus, layout)}"
     ]
 
 
-def _advice(stage: Stage, gpus: int, cp: int) -> str:
+def _advice(stage: Stage, gpus: int, layout: Layout) -> str:
     if isinstance(stage, PolicyStage):
         return "Take a shorter row_length, a smaller max_context or a smaller model."
     assert isinstance(stage, GradientStage)
     changes = [] if stage.micro_rows == 1 else ["fewer micro_rows"]
     changes += [] if stage.recompute is True else ["recompute = true"]
     changes += [] if stage.dtype == "bfloat16" else ['dtype = "bfloat16"']
-    changes += ["a larger parallel.cp"] if stage.micro_rows == 1 and cp < gpus else []
+    changes += ["a smaller parallel.pp_deferred"] if layout.pp_deferred else []
+    changes += ["a larger parallel.cp"] if stage.micro_rows == 1 and layout.cp < gpus // layout.pp else []
     return f"Take {', '.join([*changes, 'more GPUs' if gpus > 1 else 'more than one GPU'])} or a smaller model."
 
 
@@ -218,7 +222,8 @@ def table(found: Report) -> str:
         hours = "" if stage["seconds"] is None else f"{stage['seconds'] / 3600:,.1f}"
         numbers = [weights, part["gradients"], part["optimizer"], part["activations"]]
         extra = sum(part.get(k, 0) for k in ("logits", "working", "communication", "engine", "other_models"))
-        cells = "".join(f"{n / 1e9:>{w},.1f}" for n, w in zip([part["peak"], *numbers, extra], (9, 9, 7, 7, 8, 7)))
+        sizes = zip([part["peak"], *numbers, extra], (9, 9, 7, 7, 8, 7))
+        cells = "".join(f" {n / 1e9:>{w - 1},.1f}" for n, w in sizes)  # wide numbers keep a space between them
         lines.append(f"{stage['name']:<14}{cells}{stage['tokens_per_second']:>12,.0f}{hours:>7}")
         if isinstance(stage["recompute"], tuple):
             lines.append(f"  keeps: {keeps_text([(mode, False) for mode in stage['recompute']])}")

@@ -12,7 +12,7 @@ from math import ceil
 from typing import Any, NamedTuple
 
 from glm5.config.activations import WIDE, Forward
-from glm5.config.arithmetic import cache_bytes, size_report
+from glm5.config.arithmetic import size_report
 from glm5.config.decoding import bytes_per_token, decode_seconds, kinds_of_weights
 from glm5.config.devices import PRODUCTS, Device
 from glm5.config.launch import Launch
@@ -21,7 +21,7 @@ from glm5.config.model import GLM5Config
 from glm5.config.parallel import Layout
 from glm5.config.parameters import parameters
 from glm5.config.recipe import DistillStage, GeneralStage, PolicyStage, RewardStage
-from glm5.config.step_memory import Setting, step_memory
+from glm5.config.step_memory import RankStep, Setting
 from glm5.config.step_setting import job_setting
 from glm5.config.step_time import model_flops
 
@@ -57,16 +57,26 @@ def policy_setting(stage: PolicyStage, config: GLM5Config, layout: Layout, world
 def beside_the_learner(stage: PolicyStage, config: GLM5Config, launch: Launch | None, gpus: int) -> dict[str, int]:
     """Bytes of an RL stage besides the learner's: engines on the same device with their caches, and other models."""
     item = _item(stage)
-    cache = cache_bytes(config, 1) * item // 2
-    together = launch is None or launch.engine_device == "auto" or gpus == 1
+    cache = bytes_per_token(config, item)
     engines = 0 if launch is None else -(-launch.engines // gpus)
     pool = min(CACHE_BYTES, cache * _in_flight(stage) * (stage.max_context + 64))
     pool = max(pool, cache * (stage.max_context + 1))
     weights = sum(p.size for p in parameters(config)) * item
     return {
-        "engine": (weights + pool) * max(1, engines) if together else 0,
+        "engine": (weights + pool) * max(1, engines) if _shares_devices(launch, gpus) else 0,
         "other_models": _other_models(stage, config),
     }
+
+
+def _shares_devices(launch: Launch | None, gpus: int) -> bool:
+    """Whether engines run on devices of learners, which have the first `gpus` of a machine."""
+    if launch is None:
+        return True
+    if launch.engine_urls or launch.simulate_engine is not None:
+        return False
+    names = [name.strip() for name in launch.engine_device.split(",")]
+    numbers = [name.partition(":")[2] for name in names if name != "cpu"]
+    return any(not number or int(number) < gpus for number in numbers)
 
 
 def _other_models(stage: PolicyStage, config: GLM5Config) -> int:
@@ -149,8 +159,8 @@ def engines_of(
     device = replace(device, flops=device.flops_fp32 if item == WIDE else device.flops)
     if config.use_dsa and not config.selects_keys:  # attention is dense until the indexers have learned
         config = config.replace(use_dsa=False)
-    for devices in range(1, most + 1):
-        if any(tp_problems(config, devices)) or (starts and found):
+    for devices in range(1, min(most, config.num_attention_heads) + 1):  # which they divide
+        if (starts and found) or any(tp_problems(config, devices)):
             continue
         each, free = _cache_of_token(config, item, devices), device.usable - weights / devices
         if devices == 1 and starts:
@@ -161,9 +171,8 @@ def engines_of(
 
 
 class _Split(NamedTuple):
-    """In the order of preference."""
+    """In the order of preference, of those that fit."""
 
-    too_large: bool
     seconds: float
     learners: int
     engines: int
@@ -193,30 +202,35 @@ def rl_split(
     setting, tokens = policy_setting(stage, config, layout, 1)
     rate = mfu * device.flops_fp32 / (model_flops(config, setting.forward) * passes)
     flying = min(_in_flight(stage), (1 + stage.max_staleness) * samples)
-    found = []
+    found, rates = list[_Split](), dict[tuple[int, int], float]()
     for learners in range(1, gpus):
         if any(job_problems(layout, learners, node_of(learners, device.node))):
             continue
-        too_large = _learner_bytes(stage, config, layout, learners) + others > device.usable
-        learning = tokens / (learners * rate)
+        rows = -(-tokens // (learners * stage.minibatches * stage.row_length))  # of the learner with most
+        learning = rows * stage.minibatches * stage.row_length / rate
         for engine in kinds:
             engines = min((gpus - learners) // engine.devices, flying)
             if not engines:
                 continue
             batch = min(engine.sequences, -(-flying // engines))
-            rollout = flying / (engines * engine.rollouts_per_second(batch))
+            if (engine.devices, batch) not in rates:
+                rates[engine.devices, batch] = engine.rollouts_per_second(batch)
+            rollout = flying / (engines * rates[engine.devices, batch])
             sampling = rollout * samples / flying
             # The slowest of: learners; engines with all their rollouts; and the rule that the rollouts of an update
             # begin at most `max_staleness` updates before it, after a push. With 0, both take turns.
             turns = (max(rollout, sampling) + stage.push_every * learning) / (1 + stage.max_staleness)
             seconds = max(learning, sampling, turns)
-            found.append(_Split(too_large, seconds, learners, engines, batch, rollout, learning, engine))
+            found.append(_Split(seconds, learners, engines, batch, rollout, learning, engine))
     if not found:
         return {"problem": f"no number of learners below {gpus} suits parallel.ep = {layout.ep}."}
-    best = min(found, key=lambda split: split[:-1])
-    needed = _learner_bytes(stage, config, layout, best.learners) + others
-    problem = f"does not fit: a learner needs {needed / 1e9:,.1f} GB." if best.too_large else ""
-    return {**_report(stage, best, flying, mfu), "learner_tokens_per_second": rate, "problem": problem}
+    found.sort(key=lambda split: split[:-1])
+    needed = lru_cache(None)(lambda learners: _learner_bytes(stage, config, layout, learners) + others)
+    best = next((split for split in found if needed(split.learners) <= device.usable), found[0])
+    size = needed(best.learners)
+    problem = f"does not fit: a learner needs {size / 1e9:,.1f} GB." if size > device.usable else ""
+    report = _report(stage, best, flying, mfu) | {"engine_machines": -(-best.engine.devices // device.node)}
+    return {**report, "learner_tokens_per_second": rate, "problem": problem}
 
 
 def _report(stage: PolicyStage, best: _Split, flying: int, mfu: float) -> Report:
@@ -249,7 +263,7 @@ def _report(stage: PolicyStage, best: _Split, flying: int, mfu: float) -> Report
 
 
 def _learner_bytes(stage: PolicyStage, config: GLM5Config, layout: Layout, learners: int) -> int:
-    return step_memory(config, policy_setting(stage, config, layout, learners)[0])["peak"]
+    return RankStep(config, policy_setting(stage, config, layout, learners)[0]).peak().bytes
 
 
 ASSUMED = (
@@ -264,6 +278,8 @@ def split_lines(found: Report) -> list[str]:
         return [f"  RL: {found['problem']}"]
     a, devices = found["assumed"], found["engine_devices"]
     size = "" if devices == 1 else f" of {devices} devices (`glm5 serve --tp {devices}` in launch.engine_urls)"
+    if (machines := found["engine_machines"]) > 1:  # more than `glm5 serve` divides a model over
+        size = f" of {devices} devices on {machines} machines (SGLang or vLLM in launch.engine_urls)"
     lines = [
         f"  {found['learners']} learner{'s' if found['learners'] > 1 else ''} and {found['engines']} "
         f"engine{'s' if found['engines'] > 1 else ''}{size}, 1 : {found['engine_devices_per_learner']:.2f} devices: "

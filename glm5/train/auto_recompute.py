@@ -18,19 +18,22 @@ _log = get_logger(__name__)
 def recompute_of(stage: GradientStage, config: GLM5Config, ranks: Ranks) -> Recompute | tuple[Recompute, ...]:
     """The stage's `recompute`, or the list that "auto" stands for, which is that of `glm5 plan` on such a device.
 
-    All ranks must call. They plan for the device with the least memory, so that all recompute the same: layers of
+    All ranks must call. They plan for one device, that with the least memory, so that all recompute the same: layers of
     divided experts communicate when they are recomputed. On a CPU, the processes of a machine share its memory.
     """
     if stage.recompute != "auto":
         return stage.recompute
     device, layout, cpu = ranks.device, ranks.layout, ranks.device.type == "cpu"
-    memory = layout.memory_bytes or memory_of(device) // ((node_size() or ranks.world) if cpu else 1)
-    kind = similar_device(name_of(device), min(ranks.gather(memory)))
+    memory = layout.memory_bytes
+    if memory is None:
+        memory = memory_of(device) // ((node_size() or ranks.world) if cpu else 1)
+    memory, name = min(ranks.gather((memory, name_of(device))))
+    kind = similar_device(name, memory)
     setting, peak = planned_setting(stage, config, layout, ranks.world, kind, cpu=cpu)
     modes = setting.forward.recompute
     assert isinstance(modes, tuple) and peak is not None
     if ranks.main:
-        text = keeps_text([(mode, stage.offload) for mode in modes])
+        text = keeps_text([(mode, bool(setting.offload)) for mode in modes])
         said = f"{stage.name}: kept for backward: {text}; the predicted peak is {peak / 1e9:,.2f} GB"
         if peak > kind.usable:
             _log.warning("%s, and %.2f GB can be used. Take fewer micro_rows.", said, kind.usable / 1e9)

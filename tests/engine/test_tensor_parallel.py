@@ -190,6 +190,7 @@ def test_sums_in_two_halves(group: Group, small: Small, tmp_path: Path, kind: st
 def test_what_flash_comm_needs() -> None:
     for options, error, text in (
         ({"flash_comm": "plain"}, EngineError, "give --tp too"),
+        ({"flash_comm": "plain", "ep": 2}, EngineError, "give --tp too"),
         ({"flash_comm": "fp4", "tp": 2}, ConfigError, "plain or int8, not 'fp4'"),
         ({"flash_comm": "int8", "tp": 2}, ConfigError, "--fast instead of --exact"),
     ):

@@ -59,6 +59,8 @@ def recipes(draw: st.DrawFn) -> tuple[RunRecipe, int]:
         if "optim" in stage and stage["kind"] not in LEARNERS:
             stage["compile"] = draw(seldom) or (pp == 1 and draw(st.booleans()))
             if draw(st.booleans()):
+                stage["recompute"] = "auto"
+            elif draw(st.booleans()):
                 count = layers + model["num_nextn_predict_layers"] + draw(seldom)
                 stage["recompute"] = tuple(draw(st.lists(st.booleans(), min_size=count, max_size=count)))
     layout: dict[str, Any] = {"pp": pp, "pp_stages_per_rank": chunks, "cp": cp, "ep": ep}

@@ -50,6 +50,12 @@ def test_layouts_are_legal() -> None:
         assert one.dp * one.micro_rows * one.parts == 32
 
 
+def test_a_model_without_experts_divides_none() -> None:
+    stage = PretrainStage(kind="pretrain", name="s", rows=16, row_length=512, optim=OptimConfig(steps=1, lr=1e-4))
+    compared = list(candidates(GLM5Config.preset("glm9b"), stage, 8, 8))
+    assert compared and {one.ep for one in compared} == {1}
+
+
 def test_the_best_are_the_fastest_of_all_that_fit() -> None:
     found = search(TINY, STAGE, 8, SMALL, wanted=2)
     speed, base = speed_of(TINY, 1024, False, SMALL, 0.4), base_setting(TINY, STAGE, 8)

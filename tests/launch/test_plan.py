@@ -60,6 +60,7 @@ def test_every_recipe_has_a_plan(path: Path) -> None:
         (["parallel.ep=128"], 128, "does not divide the 64 experts"),
         (["parallel.cp=12"], 24, "more than the 8 processes of a node, but not a multiple"),
         (["parallel.pp_deferred=1"], 1, "set parallel.pp above 1"),
+        (["parallel.pp=2", "parallel.pp_deferred=3"], 8, "does not fit.*a smaller parallel.pp_deferred"),
         (["stages.pretrain.recompute=[true]"], 1, "pretrain: recompute has 1 settings"),
         ([], 4, r"add the section for live RL"),
         (["parallel.pp=2", "stages.pretrain.compile=false"], 2, r"divide neither layers nor rows \(parallel.pp = 2\)"),
@@ -73,6 +74,19 @@ def test_problems(changes: list[str], gpus: int, said: str) -> None:
     with pytest.raises(AssertionError, match=said):
         raise AssertionError("\n".join(problems))
     assert all(problem in table(found) for problem in problems)
+
+
+def test_processes_without_rows_are_no_faster() -> None:
+    changes = ["stages.pretrain.rows=8", "stages.pretrain.micro_rows=1"]
+    eight, more, four = (load_and_plan(RECIPES / "one-gpu.toml", changes, n, "h100")["stages"][0] for n in (8, 13, 4))
+    assert more["tokens_per_second"] == pytest.approx(eight["tokens_per_second"])
+    assert more["seconds"] == pytest.approx(eight["seconds"]) == pytest.approx(four["seconds"] / 2)
+
+
+def test_wide_numbers_stay_apart() -> None:
+    found = load_and_plan(RECIPES / "one-gpu.toml", [], 1, "h100")
+    found["stages"][0]["memory"] |= {"activations": 10**13, "logits": 10**13, "optimizer": 10**14}
+    assert " 100,000.0 10,000.0 10,00" in table(found)
 
 
 def test_more_memory_fits_more() -> None:
@@ -102,6 +116,11 @@ def test_context_parallel_processes_divide_tokens() -> None:
     one, eight = (found["stages"][0] for found in plans)
     assert 1 / 8 < eight["memory"]["activations"] / one["memory"]["activations"] < 1 / 3
     assert one["exchanged_bytes_per_step"] == 0 < eight["exchanged_bytes_per_step"]
+    # What "auto" keeps is not fetched again.
+    auto = ["stages.pretrain.rows=8", "stages.pretrain.micro_rows=1", "stages.pretrain.recompute=auto", "parallel.cp=8"]
+    same = load_and_plan(RECIPES / "one-gpu.toml", auto, 8, "h100")["stages"][0]
+    assert set(same["recompute"]) == {False}
+    assert same["exchanged_bytes_per_step"] == eight["exchanged_bytes_per_step"]
     assert one["tokens_per_step"] == eight["tokens_per_step"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -19,9 +20,10 @@ from glm5.config.devices import Device, device_named
 from glm5.config.launch import Launch
 from glm5.config.model import GLM5Config
 from glm5.config.parallel import Layout
+from glm5.config.parameters import parameters
 from glm5.config.recipe import AgenticStage
 from glm5.launch.plan import load_and_plan, table
-from glm5.launch.plan_rl import engines_of, rl_split
+from glm5.launch.plan_rl import beside_the_learner, engines_of, rl_split, split_lines
 from glm5.records import Trajectory
 from tests.rl.test_live_simulation import Simulation, stage_of
 
@@ -72,7 +74,8 @@ def test_the_split_is_the_best_of_all(fields: dict[str, Any], slow: float, launc
     for learners, engine in product(range(2, gpus, 2), kinds):  # ep divides them
         if engines := (gpus - learners) // engine.devices:
             rollout = flying / (engines * engine.rollouts_per_second(-(-flying // engines)))
-            learning = 32 * 1000 / (learners * learner)
+            own_rows = -(-32_000 // (learners * 512 * own.minibatches))
+            learning = own_rows * 512 * own.minibatches / learner
             seconds = max(learning, rollout * 32 / flying, (rollout + learning) / waits)
             every[learners, engine.devices] = seconds
     assert found["seconds_per_update"] == pytest.approx(min(every.values()))
@@ -115,6 +118,40 @@ def test_what_does_not_fit_is_said() -> None:
     urls = Launch(engine_urls=["http://engine:1"])
     sizes = {one.devices: one.sequences for one in engines_of(own, large, device_named("h200"), 64, urls)}
     assert min(sizes) == 16 and sizes[32] > sizes[16]
+    own = stage(max_context=401)
+    split = rl_split(own, large, Layout(), 17, device_named("h200"), 0.15, urls)
+    assert split["engine_machines"] == 2 and "serve" not in " ".join(split_lines(split))  # of eight devices each
+    split = rl_split(own, large, Layout(), 17, replace(device_named("h200"), node=16), 0.15, urls)
+    assert "`glm5 serve --tp 16`" in " ".join(split_lines(split))
+
+
+@pytest.mark.parametrize(
+    ("launch", "gpus", "share"),
+    [
+        ({}, 2, 1),
+        ({"engines": 3}, 2, 2),
+        ({"engine_device": "cuda"}, 2, 1),
+        ({"engine_device": "cuda:7, cuda:1"}, 2, 1),
+        ({"engine_device": "cuda:1"}, 1, 0),
+        ({"engine_device": "cpu"}, 1, 0),
+        ({"engine_urls": ["http://engine:1"]}, 1, 0),
+        ({"simulate_engine": 1.0}, 1, 0),
+    ],
+)
+def test_engines_on_devices_of_learners(launch: dict[str, Any], gpus: int, share: int) -> None:
+    """Of `tiny`, with index keys of five layers of seven once they are learned: weights in bf16, and a cache of all 64
+    rollouts."""
+    config = GLM5Config.preset("tiny", indexer_types=("full", "full", "shared", "shared", "full", "full"))
+    latents, keys = 7 * (64 + 16), 5 * config.index_head_dim
+    for used, numbers in ((config, latents + keys), (config.replace(indexer_adapted=False), latents)):
+        found = beside_the_learner(stage(), used, Launch(**launch), gpus)["engine"]
+        assert found == share * 2 * (sum(p.size for p in parameters(used)) + numbers * 64 * 1064), used
+
+
+def test_a_large_job_is_planned_in_seconds() -> None:
+    began = time.process_time()
+    found = rl_split(stage(), TINY, Layout(), 4096, H100, 0.15)
+    assert found["learners"] <= 63 and time.process_time() - began < 5  # an update has 63 rows
 
 
 def test_the_published_example() -> None:

@@ -13,13 +13,15 @@ from glm5.config.devices import DEVICES, RESERVED, similar_device
 from glm5.config.model import GLM5Config
 from glm5.config.optim import OptimConfig
 from glm5.config.parallel import Layout
-from glm5.config.recipe import PretrainStage
-from glm5.config.step_setting import planned_setting
+from glm5.config.recipe import DsaStage, PretrainStage
+from glm5.config.step_memory import RankStep
+from glm5.config.step_setting import gradient_setting, planned_setting
 from glm5.data.packing import Batch
 from glm5.device import memory_of
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.obs.metrics import NullMetrics
 from glm5.parallel.ranks import Ranks
+from glm5.train import auto_recompute
 from glm5.train.loop import StageIO, Trainer
 from glm5.train.losses import language_loss
 
@@ -66,7 +68,7 @@ def test_losses_are_equal_and_the_bytes_are_within_the_bound(tmp_path: Path) -> 
 def test_without_a_bound_it_is_the_device_s_memory(tmp_path: Path) -> None:
     assert memory_of(torch.device("cpu")) > 1e8
     assert set(trained(tmp_path, "auto", steps=0)[2]) == {False}
-    assert set(trained(tmp_path, "auto", "1KB", steps=0)[2]) == {True}
+    assert all(set(trained(tmp_path, "auto", memory, steps=0)[2]) == {True} for memory in ("1KB", "0KB"))
 
 
 def test_units_and_names() -> None:
@@ -95,3 +97,62 @@ def test_more_memory_recomputes_less(pp: int) -> None:
         assert isinstance(modes, tuple) and peak is not None and (peak <= device.usable or set(modes) == {True})
         again.append(modes.count(True))
     assert again == sorted(again, reverse=True) and again[-1] == 0 < again[0]
+
+
+class Mixed(Ranks):
+    """A rank of two with devices of two makers."""
+
+    names = ("NVIDIA A100-SXM4-80GB", "NVIDIA H200")
+
+    def gather(self, value: Any) -> list[Any]:
+        return [(80e9, name) for name in self.names] if isinstance(value, tuple) else [80e9, 80e9]
+
+
+def test_ranks_with_other_devices_plan_for_the_same_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With equal memory too: what is cheap to compute again depends on the device's rates."""
+    stage = PretrainStage(kind="pretrain", name="s", optim=OptimConfig(steps=1, lr=1e-3), recompute="auto")
+    seen: list[Any] = []
+
+    def record(stage: Any, config: Any, layout: Any, world: int, device: Any, **options: Any) -> Any:
+        seen.append(device)
+        return planned_setting(stage, config, layout, world, device, **options)
+
+    monkeypatch.setattr(auto_recompute, "planned_setting", record)
+    for name in Mixed.names:
+        monkeypatch.setattr(auto_recompute, "name_of", lambda device, name=name: name)
+        auto_recompute.recompute_of(stage, CONFIG, Mixed("cpu", Layout(memory="80GB")))
+    assert seen[0] == seen[1]
+
+
+def test_what_stays_on_a_cpu_is_counted() -> None:
+    """`offload` does nothing there."""
+    shape = {"rows": ROWS, "row_length": LENGTH, "recompute": "auto"}
+    stage = PretrainStage(kind="pretrain", name="s", optim=OptimConfig(steps=1, lr=1e-3), **shape)
+    away, device = stage.model_copy(update={"offload": True}), similar_device("cpu", 30e6)
+    plans = [planned_setting(one, CONFIG, Layout(), 1, device, cpu=True) for one in (stage, away)]
+    assert plans[0] == plans[1] != planned_setting(away, CONFIG, Layout(), 1, device)
+
+
+def test_a_stage_with_the_output_head_alone_has_a_plan() -> None:
+    """Two layers and MTP in four stages; while the indexers learn, the last one has nothing to keep."""
+    config = GLM5Config.preset("nano", num_hidden_layers=2, index_topk_pattern="FF")
+    stage = DsaStage(kind="dsa_warmup", name="s", optim=OptimConfig(steps=1, lr=1e-3), row_length=64, recompute="auto")
+    setting, peak = planned_setting(stage, config, Layout(pp=4), 4, similar_device("h100", 80e9))
+    assert set(setting.forward.recompute) == {False} and peak  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_what_fits_without_recomputation_is_not_recomputed(offload: bool) -> None:
+    """Of short rows, what is alive while a layer is computed again is more than what all layers keep."""
+    config, layout = GLM5Config.preset("nano", num_hidden_layers=2), Layout(pp=2, ep=3, pp_deferred=3)
+    config = config.replace(n_routed_experts=6, use_dsa=False, index_topk=None)
+    shape = {"rows": 8, "micro_rows": 4, "row_length": 64, "offload": offload}
+    stage = PretrainStage(kind="pretrain", name="s", optim=OptimConfig(steps=1, lr=1e-3), recompute="auto", **shape)
+    peaks = {}
+    for mode in (False, True):
+        setting = gradient_setting(stage.model_copy(update={"recompute": mode}), config, layout, 6)
+        peaks[mode] = max(RankStep(config, setting, rank).peak().bytes for rank in range(2))
+    assert peaks[False] < peaks[True]
+    device = similar_device("h100", 1.001 * peaks[False] / (1 - RESERVED))
+    setting, peak = planned_setting(stage, config, layout, 6, device)
+    assert set(setting.forward.recompute) == {False} and peak == peaks[False]  # type: ignore[arg-type]

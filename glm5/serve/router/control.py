@@ -50,7 +50,7 @@ async def tell_all(pool: WorkerPool, path: str, method: str, body: bytes) -> Res
 
 def shown_of(pool: WorkerPool) -> dict[str, Any]:
     """The workers, and by role how many there should be and how many take requests."""
-    roles = {place.role: [one for one in pool.places if one.role == place.role] for place in pool.places}
+    roles = {role: [one for one in pool.places if one.role == role] for role in pool.roles}
     engines = {
         role: {"wanted": sum(one.wanted for one in own), "up": sum(one.state == "up" for one in own)}
         for role, own in roles.items()

@@ -23,6 +23,10 @@ class ExpertPool(WorkerPool):
         super().__init__(*arguments, **options)
         self._generation = 0
 
+    @property
+    def _sharing(self) -> int:
+        return len(self.places)  # also those that are drained
+
     async def _launch(self, rank: int) -> Worker:
         meeting = str(self._folder / f"experts-{self._generation}")
         self._job = replace(self._job, options=replace(self._job.options, ep_meeting=meeting))

@@ -63,7 +63,7 @@ def _by_role(pool: WorkerPool, expositions: Mapping[int, str]) -> list[tuple[str
     """What tells whether a role needs more or fewer engines."""
     seen = {rank: watched(text) for rank, text in expositions.items()}
     samples: list[dict[str, float]] = [{} for _ in range(6)]
-    for role in sorted({place.role for place in pool.places}):
+    for role in pool.roles:
         own = [place for place in pool.places if place.role == role]
         found = [seen[place.rank] for place in own if seen.get(place.rank)]
         use = [1 - one["cache_pages_free"] / one["cache_pages"] for one in found if one.get("cache_pages")]

@@ -53,6 +53,7 @@ class WorkerPool:
         self._start = launch
         roles = [PREFILL] * prefill + [DECODE if prefill else ANY] * (count - prefill)
         self.places = [Place(rank, role) for rank, role in enumerate(roles)]
+        self.roles = sorted(set(roles))
         self.stopping = False
         self.pushing = asyncio.Lock()  # held while all workers get a request, and while one joins
         self.pushed: dict[str, Any] | None = None  # body of the last weight update
@@ -152,6 +153,11 @@ class WorkerPool:
         return sum(place.wanted for place in self.places)
 
     @property
+    def _sharing(self) -> int:
+        """Number of processes that share the cores of this machine with one that starts now, itself included."""
+        return max(1, self.wanted)
+
+    @property
     def _open(self) -> HashRing:
         """The workers to which requests go: those that prefill only if there is no other."""
         return self._ring if len(self._ring) else self._prefill_ring
@@ -214,26 +220,29 @@ class WorkerPool:
         self._leave(self.places[worker.rank])
 
     def resize(self, count: int, role: str = "") -> None:
-        """Have `count` workers of a role; "" is that of the workers to which requests go. What is missing starts, ranks
-        that were drained first. What is too much is drained, from the highest rank down. Raises ApiError 400 for a role
-        or a number that this pool cannot have, Stopping while it shuts down."""
+        """Have `count` workers of a role; "" is that of the workers to which requests go. What is missing starts, in
+        ranks that were drained first, so that there are never more than `most`: a rank takes a device by its number.
+        Of what is too much those that take no requests yet are drained first, then from the highest rank down. Raises
+        ApiError 400 for a role or a number that this pool cannot have, Stopping while it shuts down."""
         if self.stopping:
             raise Stopping("The server is shutting down.")
-        roles = sorted({place.role for place in self.places})
-        role = role or next(one for one in (DECODE, ANY) if one in roles)
-        if role not in roles:
-            raise ApiError(400, f"No engine here has the role {role!r:.40}; the roles are: {', '.join(roles)}.")
-        own = [place for place in self.places if place.role == role]
-        wanted, drained = [place for place in own if place.wanted], [place for place in own if not place.wanted]
+        role = role or next(one for one in (DECODE, ANY) if one in self.roles)
+        if role not in self.roles:
+            raise ApiError(400, f"No engine here has the role {role!r:.40}; the roles are: {', '.join(self.roles)}.")
+        wanted = [place for place in self.places if place.wanted and place.role == role]
         least, most = int(role != PREFILL), self.most - (self.wanted - len(wanted))
         if not least <= count <= most:
             text = f"Engines of role {role!r} can be {least} to {most} here, not {count!s:.20}; "
             raise ApiError(400, text + "--max-engines of the server sets the most for all roles.")
         log.info("Engines of role %s: %d wanted, %d before.", role, count, len(wanted))
+        wanted.sort(key=lambda place: (place.state != "up", place.rank))
         for place in reversed(wanted[count:]):
             self.drain(str(place.rank))
         missing = max(0, count - len(wanted))
+        drained = [place for place in self.places if not place.wanted] if missing else []
+        drained.sort(key=lambda place: (place.role != role, place.state != "draining", place.rank))
         for place in drained[:missing]:
+            place.role = role
             self.resume(str(place.rank))
         for _ in range(missing - len(drained)):
             place = Place(len(self.places), role)
@@ -268,7 +277,8 @@ class WorkerPool:
         raise ApiError(404, f"There is no worker {rank:.20}; the workers are 0 to {len(self.places) - 1}.")
 
     async def _drained(self, worker: Worker) -> None:
-        await worker.idle()
+        while worker.in_flight:  # it may have come back for a while
+            await worker.idle()
         if not (self.places[worker.rank].wanted or worker.leaving):
             worker.leaving = True
             worker.signal(signal.SIGTERM)
@@ -299,9 +309,10 @@ class WorkerPool:
             if loop.time() - began > self.patience.stable:
                 wait = self.patience.back_off
             await asyncio.sleep(wait)
-            wait = min(2 * wait, self.patience.back_off_most)
-            place.state = "starting"
-            worker = await self._successor(place, self._launch(place.rank))
+            wait, worker = min(2 * wait, self.patience.back_off_most), None
+            if place.wanted and not self.stopping:
+                place.state = "starting"
+                worker = await self._successor(place, self._launch(place.rank))
 
     async def _late(self, place: Place, starting: asyncio.Task[Worker]) -> None:
         """Keep a rank alive whose first worker is still starting."""
@@ -341,7 +352,7 @@ class WorkerPool:
     async def _launch(self, rank: int) -> Worker:
         self._launched += 1
         job = replace(self._job, socket=str(self._folder / f"{rank}-{self._launched}.sock"), number=rank)
-        return await self._start(rank, self.wanted, job, self.patience.start)
+        return await self._start(rank, self._sharing, job, self.patience.start)
 
     async def _catch_up(self, worker: Worker) -> None:
         """Apply the current weights and pause state to a worker. Raises EngineError for a folder of weights that has

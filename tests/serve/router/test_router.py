@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -600,6 +601,63 @@ def test_engines_come_and_go_at_run_time() -> None:
     asyncio.run(work())
 
 
+def test_a_smaller_number_keeps_engines_that_take_requests() -> None:
+    async def work() -> None:
+        growing, shares = Growing(3), list[int]()
+        start, healthy = growing.pool._start, asyncio.Event()
+        await growing.pool.start()
+
+        async def late(rank: int, count: int, job: WorkerJob, seconds: float) -> Worker:
+            shares.append(count)
+            await healthy.wait()
+            return await start(rank, count, job, seconds)
+
+        growing.pool._start = late
+        try:
+            for rank in (0, 1):
+                growing.started[rank].process.ended.set()  # type: ignore[attr-defined]
+            await growing.until("starting", "starting", "up")
+            shown = (await growing.ask(1)).json()
+            assert shown["engines"] == {"any": {"wanted": 1, "up": 1}}
+            healthy.set()
+            await growing.until("drained", "drained", "up")
+            growing.pool.drain("2")  # nobody is wanted
+            await growing.until("drained", "drained", "drained")
+            growing.pool.patience = replace(growing.pool.patience, back_off=0.05, stable=0)
+            growing.pool.resume("1")
+            await asyncio.sleep(0.01)
+            growing.pool.drain("1")  # while it pauses before its start
+            await asyncio.sleep(0.1)
+            assert growing.pool.places[1].state == "drained" and shares == [3, 3]
+        finally:
+            await growing.pool.close()
+
+    asyncio.run(work())
+
+
+def test_engines_that_share_experts_start_again_though_all_are_drained() -> None:
+    job = WorkerJob("/nowhere", "", None, Limits(), EngineOptions(ep=2))
+    shares = list[int]()
+
+    async def launch(rank: int, count: int, job: WorkerJob, seconds: float) -> Worker:
+        shares.append(count)
+        return Worker(rank, Mortal(), Path("/nowhere"))  # type: ignore[arg-type]
+
+    async def work() -> None:
+        pool = ExpertPool(2, job, Patience(beat=60, back_off=0.001), launch)
+        await pool.start()
+        for rank in ("0", "1"):
+            pool.drain(rank)
+        pool.live()[0].process.ended.set()  # type: ignore[attr-defined]
+        async with asyncio.timeout(5):
+            while len(shares) < 4:
+                await asyncio.sleep(0.005)
+        await pool.close()
+        assert shares == [2] * 4  # each takes its share of the cores
+
+    asyncio.run(work())
+
+
 def test_each_role_has_its_own_number_of_engines() -> None:
     async def work() -> None:
         growing = Growing(2, prefill=1, most=4)
@@ -611,7 +669,16 @@ def test_each_role_has_its_own_number_of_engines() -> None:
             assert (await growing.ask(2, role="prefill")).status_code == 400  # four in all
             assert (await growing.ask(0, role="prefill")).status_code == 200
             assert (await growing.ask(4)).status_code == 200
-            await growing.until("drained", "up", "up", "up", "up")
+            await growing.until("up", "up", "up", "up")  # no fifth: ranks take devices by their numbers
+            assert {place.role for place in growing.pool.places} == {"decode"}
+            shown = (await growing.ask(3)).json()
+            assert shown["engines"] == {"decode": {"wanted": 3, "up": 3}, "prefill": {"wanted": 0, "up": 0}}
+            with growing.started[-1].busy(), growing.pool.live()[2].busy():
+                assert (await growing.ask(2)).json()["workers"][2]["state"] == "draining"
+                await growing.ask(2, role="prefill")
+                assert growing.pool.places[2].role == "prefill" and growing.pool.places[2].state == "up"
+                assert len(growing.pool._prefill_ring) >= 1 and growing.pool._ring.ranks == {0, 1}
+            await growing.until("up", "up", "up", "up")
             assert (await growing.ask(0, role="decode")).status_code == 400
         finally:
             await growing.pool.close()
