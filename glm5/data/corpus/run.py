@@ -78,12 +78,12 @@ def run_corpus(
         MissingExtraError: a package of the extra `data` (or `ray`) is not installed.
     """
     need_extra(executor)
+    out = out.resolve()
     if executor == "slurm":
         from glm5.data.corpus.slurm import check_slurm
 
-        check_slurm(sbatch or {})
+        check_slurm(sbatch or {}, out)
     _need_open_files(recipe.tasks)
-    out = out.resolve()
     with exclusive(out, f"Another process is making the corpus {out}; wait for it, or choose another --out."):
         _same_recipe(recipe, out)
         recover_dir(out / PLAN)
