@@ -19,11 +19,11 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from glm5.config.corpus import CorpusRecipe, LimitConfig
+from glm5.config.corpus import CorpusRecipe, LimitConfig, SourceConfig
 from glm5.data.corpus import formats, plan
 from glm5.data.corpus.formats import texts
 from glm5.data.corpus.kinds import FileType, file_type
-from glm5.data.corpus.plan import make_plan, planned, source_counts
+from glm5.data.corpus.plan import list_inputs, make_plan, planned, source_counts
 from glm5.data.corpus.text import REASONS, Extracted, Skipped, Text, decode, tidy
 from glm5.errors import DataError
 
