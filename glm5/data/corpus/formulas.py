@@ -68,7 +68,7 @@ def show_formulas(tree: Any) -> int:
     for name in _RENDERED:
         page.each((name,), _rendered)
     page.each((_SCRIPT,), lambda one: _marked(one.node.text, "display" in (one.node.getattr("type") or "")))
-    page.each(("math",), lambda one: _mathml(one.node, one.inside("annotation")))
+    page.each(("math",), _mathml)
     page.each(("img",), lambda one: _picture(one.node))
     found = page.count
     page.each(("sub",), lambda one: _index(one, "_"), inner=True)
@@ -85,11 +85,11 @@ class _Element:
     start: int
     end: int = 0
 
-    def inside(self, name: str) -> list[Any]:
-        """The nodes of this name that it contains."""
+    def inside(self, name: str) -> list[_Element]:
+        """The elements of this name that it contains."""
         found = self.page.named[name]
         low, high = (bisect_left(found, place, key=lambda one: one.start) for place in (self.start, self.end))
-        return [one.node for one in found[low:high]]
+        return found[low:high]
 
 
 class _Page:
@@ -163,13 +163,13 @@ def _rendered(one: _Element) -> str | None:
     if math is None:
         return None
     display = "display" in (one.node.getattr("class") or "") or one.node.getattr("display") == "true"
-    return _mathml(math, one.inside("annotation"), display)
+    return _mathml(math, display)
 
 
-def _mathml(math: Any, notes: Sequence[Any], display: bool = False) -> str | None:
-    """A `math` element with the annotations in it."""
+def _mathml(one: _Element, display: bool = False) -> str | None:
+    math = one.node
     display = display or math.getattr("display") == "block" or math.getattr("mode") == "display"
-    for note in notes:
+    for note in (inner.node for inner in one.inside("annotation")):
         if "tex" in (note.getattr("encoding") or "").lower():
             return _marked(_without_style(note.text), display)
     if (said := math.getattr("alttext")) and said.strip():
