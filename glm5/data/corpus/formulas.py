@@ -86,10 +86,10 @@ class _Element:
     end: int = 0
 
     def inside(self, name: str) -> list[_Element]:
-        """The elements of this name that it contains."""
+        """The elements of this name that it still contains."""
         found = self.page.named[name]
         low, high = (bisect_left(found, place, key=lambda one: one.start) for place in (self.start, self.end))
-        return found[low:high]
+        return [one for one in found[low:high] if not self.page.gone[one.start]]
 
 
 class _Page:
@@ -99,7 +99,7 @@ class _Page:
     def __init__(self, tree: Any) -> None:
         self._tree, self.count = tree, 0
         self.named: dict[str, list[_Element]] = {name: [] for name in _NAMES}
-        self._gone = bytearray(self._walk(tree.body))
+        self.gone = bytearray(self._walk(tree.body))
 
     def _walk(self, body: Any) -> int:
         count, stack = 0, list[tuple[Any, _Element | None]]()
@@ -126,7 +126,7 @@ class _Page:
         inside of others, too."""
         end = 0
         for one in chain.from_iterable(self.named[name] for name in names):
-            if self._gone[one.start] or (not inner and one.start < end):
+            if self.gone[one.start] or (not inner and one.start < end):
                 continue
             end = one.end
             shown = text(one) if one.node.parent is not None else None
@@ -137,7 +137,7 @@ class _Page:
                 self.count += 1
             else:
                 one.node.parent.remove_child(one.node)
-            self._gone[one.start : one.end] = b"\1" * (one.end - one.start)
+            self.gone[one.start : one.end] = b"\1" * (one.end - one.start)
 
 
 def _names(node: Any) -> set[str]:
