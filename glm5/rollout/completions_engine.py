@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -181,6 +182,8 @@ class ServerInfo:
 def find_out(url: str, api_key: str | None = None) -> ServerInfo:
     """Ask a server which surface it has, within `INFO_SECONDS`. Not for coroutines: call it in a thread. Raises
     UsageError if it does not answer, or has neither."""
+    if "@" in urlsplit(url).netloc:  # it would be in every message
+        raise UsageError("The URL of an engine has a user or a password; give a key in a file instead.")
     return asyncio.run(_find_out(url.rstrip("/"), api_key))
 
 

@@ -52,6 +52,8 @@ UNSEEN = 64
 """Tokens per delta of an answer that nobody reads while it is sampled. So many are lost at most if its engine dies."""
 MOST_TOLD = 1 << 16
 """Bytes that are read of an answer that is not a stream."""
+END_SECONDS = 5.0
+"""Longest time from the last token to the end of the answer, which is not needed."""
 VERSION_SECONDS = 5.0
 """Longest time in which an engine must tell the version of its weights."""
 
@@ -117,7 +119,7 @@ class HttpEngine:
     fault = ""
     """Why its tokens cannot be used any more; empty as long as they can."""
     silence: float | None = None
-    """Longest time between two events of an answer, in seconds."""
+    """Longest time between two events of an answer, in seconds. Comments that keep a connection open are none."""
     _changes = 0  # beginnings and ends of changes of the weights
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
@@ -167,16 +169,18 @@ class HttpEngine:
         path, body, reading = await self._request(ids, params, every)
         last: Delta | None = None
         held: list[Delta] = []
+        ended = asyncio.Event()
         said: list[int] = []  # versions of the tokens that were not held back
         try:
             raw, named = to_json(body), {"x-session-id": session}
             async with self._client() as client, client.send("POST", path, raw, named) as answer:
                 if answer.status != 200:
                     raise refused(answer.status, await _beginning(answer))
-                async for line in answer.lines() if self.silence is None else self._in_time(answer, self.silence):
+                async for line in answer.lines() if self.silence is None else self._in_time(answer, ended):
                     if line.startswith(b"data:") and line[5:].strip() != b"[DONE]" and last is None:
                         delta = reading.feed(line[5:].decode("utf-8", "replace"))
                         if delta.finish_reason is not None:
+                            ended.set()
                             last = delta  # yield it after the answer is read to its end: the connection can be reused
                         elif delta.token_ids:
                             if steady and changes == self._changes and not held:
@@ -195,17 +199,21 @@ class HttpEngine:
         for delta in with_versions(self.name, [*held, last], said, reading.told):
             yield self._checked(delta, exact=exact)
 
-    async def _in_time(self, answer: Answer, seconds: float) -> AsyncIterator[bytes]:
-        lines = aiter(answer.lines())
+    async def _in_time(self, answer: Answer, ended: asyncio.Event) -> AsyncIterator[bytes]:
+        """The lines of an answer. Raises TimeoutError when no event, or after the last one no end, comes in time."""
+        lines, began = aiter(answer.lines()), time.monotonic()
         while True:
+            seconds = END_SECONDS if ended.is_set() else self.silence or math.inf
             try:
-                async with asyncio.timeout(seconds):
+                async with asyncio.timeout(began + seconds - time.monotonic()):
                     line = await anext(lines)
             except StopAsyncIteration:
                 return
             except TimeoutError:
-                raise EngineLost(f"{self.name} has sent nothing for {seconds:g} seconds.") from None
+                raise TimeoutError(f"it has sent nothing for {seconds:g} seconds") from None
             yield line
+            if line.startswith(b"data:"):
+                began = time.monotonic()
 
     def _checked(self, delta: Delta, *, exact: bool) -> Delta:
         """The delta; versions that are no numbers become 0. Raise EngineLost for tokens of weights that are not those

@@ -17,7 +17,7 @@ from glm5.config.model import GLM5Config
 from glm5.errors import EngineError, RequestFailed
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.records import SamplingParams
-from glm5.rollout import given_servers
+from glm5.rollout import engines, given_servers
 from glm5.rollout.completions_engine import CompletionsReading, ServerInfo
 from glm5.rollout.engine_events import EngineLost, Reading, spanned, with_versions
 from glm5.rollout.engines import EnginePool
@@ -322,6 +322,47 @@ async def dripping() -> AsyncIterator[bytes]:
     while True:
         await asyncio.sleep(0.01)
         yield b"# "
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_comments_are_no_events(ended: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "END_SECONDS", 0.2)
+    whole = told([1], 1, finish_reason={"type": "stop"} if ended else None)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + f"data: {json.dumps(whole)}\n\n".encode())
+        with contextlib.suppress(OSError):
+            while not writer.is_closing():
+                writer.write(b": still here\n\n")
+                await asyncio.sleep(0.02)
+        writer.close()
+        gone.set()
+
+    async def test() -> None:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        engine = engines.HttpEngine(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        engine.silence = 0.2
+        got = contextlib.nullcontext() if ended else pytest.raises(EngineLost, match=r"sent nothing for 0\.2 seconds")
+        async with asyncio.timeout(10):
+            with got:
+                assert [d.token_ids async for d in engine.stream([1], SamplingParams(max_tokens=4), "s")] == [[1]]
+        await engine.close()
+        await gone.wait()
+        server.close()
+
+    gone = asyncio.Event()
+    asyncio.run(test())
+
+
+def test_a_password_in_a_url_is_refused_and_not_told() -> None:
+    async def test() -> None:
+        with pytest.raises(EngineError, match="has a user or a password") as caught:
+            async with fleet_of("http://user:secret@127.0.0.1:9"):
+                pass
+        assert "secret" not in str(caught.value)
+
+    asyncio.run(test())
 
 
 def test_answers_that_do_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
