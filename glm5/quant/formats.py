@@ -121,7 +121,8 @@ def _kept(config: GLM5Config) -> list[str]:
     Names that a model lacks mean nothing."""
     count, mtp = config.num_hidden_layers, config.num_nextn_predict_layers
     layers = [f"model.layers.{layer}" for layer in range(count + mtp)] + (["model.decoder"] if mtp else [])
-    names = ("self_attn.kv_b_proj", "self_attn.indexer.wk", "self_attn.indexer.weights_proj", "mlp.gate", "eh_proj")
+    names = ["self_attn.kv_b_proj", "self_attn.indexer.wk", "self_attn.indexer.weights_proj", "mlp.gate", "eh_proj"]
+    names += ["self_attn.a_proj", "self_attn.b_proj"] if config.attention_pattern else []
     return ["lm_head", *(f"{layer}.{name}" for layer in layers for name in names)]
 
 
@@ -134,6 +135,7 @@ def _pattern(kind: str) -> str:
 def _ignored(scheme: Scheme, config: GLM5Config) -> list[str]:
     """Modules that are not quantised: other readers quantise, or refuse, what no list names."""
     names = ["lm_head", r"re:.*\.mlp\.gate$", "re:.*kv_b_proj$", r"re:.*indexer\.(wk|weights_proj)$", "re:.*eh_proj$"]
+    names += [r"re:.*self_attn\.(a|b)_proj$"] if config.attention_pattern else []
     names += [_pattern(kind) for kind in KINDS if kind not in scheme.forms]
     if not scheme.mtp and config.num_nextn_predict_layers:
         # The second is SGLang's name of that layer.

@@ -14,13 +14,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import httpx
 
 from glm5.chat.tokenizer import Tokenizer
 from glm5.errors import RequestFailed, UsageError
 from glm5.records import SamplingParams
-from glm5.rollout.engine_events import MALFORMED, EngineLost, EventReading, spanned
+from glm5.rollout.engine_events import (
+    FINISHES,
+    MALFORMED,
+    EngineLost,
+    EventReading,
+    message_of,
+    number,
+    spanned,
+    whole_number,
+)
 from glm5.rollout.engines import VERSION_SECONDS, HttpEngine
 from glm5.rollout.native_params import native_params
 from glm5.serve.samples import Delta
@@ -59,7 +69,8 @@ class CompletionsEngine(HttpEngine):
         body |= {name: getattr(params, name) for name in PENALTIES}
         body |= {"model": self._model, "prompt": list(ids), "logprobs": 0, "stream": True, self._flag: True}
         body |= {"return_weight_versions": True} if self._versions else {}
-        return "/v1/completions", body, CompletionsReading(self.name, await self.version() if self._versions else 0)
+        version = await self.version() if self._versions else 0
+        return "/v1/completions", body, CompletionsReading(self.name, version, self._versions)
 
     async def version(self) -> int:
         """0 if the server answers, but does not tell it."""
@@ -79,8 +90,8 @@ class CompletionsReading:
     """Reads the events of one answer. Ids and log-probabilities of a token may come in different events. `version` is
     that of the weights when the request was sent."""
 
-    def __init__(self, name: str, version: int = 0) -> None:
-        self._name, self._version = name, version
+    def __init__(self, name: str, version: int = 0, late: bool = False) -> None:
+        self._name, self._version, self.late = name, version, late
         self._seen = 0
         self.told: list[int] | None = None
         self._ids: list[int] = []
@@ -93,11 +104,14 @@ class CompletionsReading:
         except (ValueError, RecursionError) as error:  # the connection ended within the event
             raise EngineLost(f"{self._name} sent a broken event: {error}") from error
         try:
-            if "error" in told:
-                raise EngineLost(f"{self._name}: {str(told['error'].get('message', ''))[:200]}")
+            if told.get("error") is not None:
+                raise EngineLost(f"{self._name}: {message_of(told)[:200]}")
             choice = told["choices"][0] if told["choices"] else {}
+            if len(told["choices"]) > 1 or choice.get("index", 0) != 0:
+                raise ValueError("more than one choice")
             ids, scores = scored_ids(choice)
-            kind = choice.get("finish_reason")
+            if (kind := choice.get("finish_reason")) not in FINISHES:
+                raise ValueError(f"finish reason {kind!r:.40}")
             self._seen += len(ids)
             if (spans := choice.get("weight_versions")) is not None:
                 self.told = spanned(spans, self._seen)
@@ -114,7 +128,7 @@ class CompletionsReading:
                 f"{self._name} sent {len(self._ids)} ids and {len(self._scores)} scores for the same tokens."
             )
         versions = [self._version] * count
-        found = Delta(0, self._ids[:count], self._scores[:count], [], None if kind is None else str(kind), versions)
+        found = Delta(0, self._ids[:count], self._scores[:count], [], kind, versions)
         del self._ids[:count], self._scores[:count]
         return found
 
@@ -127,8 +141,8 @@ def scored_ids(choice: Mapping[str, Any]) -> tuple[list[int], list[float]]:
         texts = scored.get("tokens") or []
         if bad := [text for text in texts if not str(text).startswith(_TOKEN)]:
             raise ValueError(f"the token {bad[0]!r:.40} is not an id")
-        ids = [text.removeprefix(_TOKEN) for text in texts]
-    return [int(token) for token in ids], [float(score) for score in scored.get("token_logprobs") or []]
+        ids = [int(text.removeprefix(_TOKEN)) for text in texts]
+    return [whole_number(token) for token in ids], [number(score) for score in scored.get("token_logprobs") or []]
 
 
 @dataclass(frozen=True)
@@ -168,6 +182,8 @@ class ServerInfo:
 def find_out(url: str, api_key: str | None = None) -> ServerInfo:
     """Ask a server which surface it has, within `INFO_SECONDS`. Not for coroutines: call it in a thread. Raises
     UsageError if it does not answer, or has neither."""
+    if "@" in urlsplit(url).netloc:  # it would be in every message
+        raise UsageError("The URL of an engine has a user or a password; give a key in a file instead.")
     return asyncio.run(_find_out(url.rstrip("/"), api_key))
 
 

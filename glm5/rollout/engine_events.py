@@ -28,6 +28,8 @@ class EventReading(Protocol):
 
     told: list[int] | None
     """The weight version of every token of the answer, once an event has told them."""
+    late: bool
+    """Whether only `told` knows versions that change within an answer."""
 
     def feed(self, text: str) -> Delta:
         """The new tokens of an event; none are possible. Raises EngineLost for an event that reports an error or is
@@ -38,9 +40,11 @@ class EventReading(Protocol):
 class Reading:
     """Reads the events of one answer. Each event may contain only the new tokens or all tokens of the sample so far."""
 
+    late = False
+
     def __init__(self, name: str) -> None:
         self._name = name
-        self._seen = 0
+        self._seen: list[int] = []
         self.told: list[int] | None = None
 
     def feed(self, text: str) -> Delta:
@@ -54,29 +58,47 @@ class Reading:
         except (ValueError, RecursionError) as error:  # the connection ended within the event
             raise EngineLost(f"{self._name} sent a broken event: {error}") from error
         try:
-            if "error" in told:
+            if told.get("error") is not None:
                 raise EngineLost(f"{self._name}: {message_of(told)[:200]}")
             meta, finish = told["meta_info"], told["meta_info"].get("finish_reason")
-            fresh = whole_number(meta["completion_tokens"]) - self._seen
-            ids = [whole_number(token) for token in told["output_ids"][-fresh:]] if fresh else []
-            scores = [float(entry[0]) for entry in meta["output_token_logprobs"][-fresh:]] if fresh else []
+            fresh = whole_number(meta["completion_tokens"]) - len(self._seen)
+            ids = [whole_number(token) for token in self._new(told["output_ids"], fresh)]
+            if len(told["output_ids"]) > fresh > 0 and told["output_ids"][: len(self._seen)] != self._seen:
+                raise ValueError("other tokens than those before")
+            scored = self._new(meta["output_token_logprobs"], fresh)
+            scores = [number(entry[0]) for entry in scored]
+            if any(entry[1] not in (None, token) for entry, token in zip(scored, ids, strict=False) if len(entry) > 1):
+                raise ValueError("log-probabilities of other tokens")
             versions = meta.get("output_weight_versions")
             if versions is None:
                 versions = [version_number(meta.get("weight_version"))] * len(ids)
-            versions = [whole_number(version) for version in versions[-fresh:]] if fresh else []
+            else:
+                versions = [whole_number(version) for version in self._new(versions, fresh)]
             kind = None if finish is None else str(finish["type"] if isinstance(finish, dict) else finish)
             if kind not in FINISHES:
                 raise ValueError(f"finish reason {kind!r:.40}")
             if (spans := meta.get("weight_versions")) is not None:
-                self.told = spanned(spans, self._seen + fresh)
+                self.told = spanned(spans, len(self._seen) + fresh)
         except MALFORMED as error:
             raise RequestFailed(f"{self._name} sent an event not in SGLang's format: {error!r:.200}.") from error
         if not len(ids) == len(scores) == len(versions) == fresh:
             if kind in ("abort", "error"):
                 raise EngineLost(f"{self._name} aborted a generation.")
             raise RequestFailed(f"{self._name} sent {len(ids)} ids and {len(scores)} scores for {fresh} tokens.")
-        self._seen += fresh
+        self._seen += ids
         return Delta(0, ids, scores, [], kind, versions)
+
+    def _new(self, entries: Sequence[Any], fresh: int) -> Sequence[Any]:
+        """The entries of the new tokens. Neither less nor more than all, or the new ones, may be there: nobody knows to
+        which tokens they belong."""
+        return (entries[len(self._seen) :] if len(entries) == len(self._seen) + fresh else entries) if fresh else []
+
+
+def number(value: Any) -> float:
+    """Raises ValueError for what is not a number."""
+    if type(value) not in (int, float):
+        raise ValueError(f"{value!r:.40} is no number")
+    return float(value)
 
 
 def whole_number(value: Any) -> int:
@@ -102,11 +124,13 @@ def spanned(spans: Sequence[Mapping[str, Any]], count: int) -> list[int]:
 
 def with_versions(name: str, deltas: list[Delta], said: list[int], told: list[int] | None) -> list[Delta]:
     """The deltas with the versions that the end of the answer told. Raises RequestFailed if it contradicts those that
-    were `said` of the tokens before."""
+    were `said` of the tokens before, or tells too few."""
     if told is None:
         return deltas
     if told[: len(said)] != said:
         raise RequestFailed(f"{name} told other weight versions at the end of an answer than while it sampled.")
+    if len(told) < len(said) + sum(len(delta.token_ids) for delta in deltas):
+        raise RequestFailed(f"{name} told the weight versions of {len(told)} tokens, and sent more.")
     start, found = len(said), list[Delta]()
     for delta in deltas:
         end = start + len(delta.token_ids)
@@ -116,8 +140,8 @@ def with_versions(name: str, deltas: list[Delta], said: list[int], told: list[in
 
 
 def version_number(version: Any) -> int:
-    """A weight version as a number; 0 if the server gives no number."""
-    return int(version) if str(version).isdigit() else 0
+    """A weight version as a number; -1 if the server gives no number, as after its start."""
+    return int(version) if str(version).isdigit() else -1
 
 
 def message_of(told: Any) -> str:

@@ -52,6 +52,8 @@ UNSEEN = 64
 """Tokens per delta of an answer that nobody reads while it is sampled. So many are lost at most if its engine dies."""
 MOST_TOLD = 1 << 16
 """Bytes that are read of an answer that is not a stream."""
+END_SECONDS = 5.0
+"""Longest time from the last token to the end of the answer, which is not needed."""
 VERSION_SECONDS = 5.0
 """Longest time in which an engine must tell the version of its weights."""
 
@@ -117,7 +119,7 @@ class HttpEngine:
     fault = ""
     """Why its tokens cannot be used any more; empty as long as they can."""
     silence: float | None = None
-    """Longest time between two events of an answer, in seconds."""
+    """Longest time between two events of an answer, in seconds. Comments that keep a connection open are none."""
     _changes = 0  # beginnings and ends of changes of the weights
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
@@ -141,6 +143,9 @@ class HttpEngine:
             self.expected = version
             yield
             self.fault = ""
+        except BaseException:
+            self.fault = f"Nobody knows which weights the engine {self.name} has: it was to get version {version}."
+            raise
         finally:
             self._changes += 1
 
@@ -164,22 +169,23 @@ class HttpEngine:
         path, body, reading = await self._request(ids, params, every)
         last: Delta | None = None
         held: list[Delta] = []
+        ended = asyncio.Event()
         said: list[int] = []  # versions of the tokens that were not held back
         try:
             raw, named = to_json(body), {"x-session-id": session}
             async with self._client() as client, client.send("POST", path, raw, named) as answer:
                 if answer.status != 200:
                     raise refused(answer.status, await _beginning(answer))
-                async for line in answer.lines() if self.silence is None else self._in_time(answer, self.silence):
+                async for line in answer.lines() if self.silence is None else self._in_time(answer, ended):
                     if line.startswith(b"data:") and line[5:].strip() != b"[DONE]" and last is None:
                         delta = reading.feed(line[5:].decode("utf-8", "replace"))
                         if delta.finish_reason is not None:
+                            ended.set()
                             last = delta  # yield it after the answer is read to its end: the connection can be reused
                         elif delta.token_ids:
                             if steady and changes == self._changes and not held:
-                                self._check_versions(delta.weight_versions, exact=True)
                                 said += delta.weight_versions
-                                yield delta
+                                yield self._checked(delta, exact=True)
                             else:
                                 held.append(delta)
         except OSError as error:
@@ -188,36 +194,46 @@ class HttpEngine:
         if last is None:
             raise EngineLost(f"{self.name} ended an answer early.")
         exact = steady and changes == self._changes and not held
+        if not exact and reading.late and reading.told is None:
+            raise EngineLost(f"{self.name} did not tell which weights sampled an answer while they changed.")
         for delta in with_versions(self.name, [*held, last], said, reading.told):
-            self._check_versions(delta.weight_versions, exact=exact)
-            yield delta
+            yield self._checked(delta, exact=exact)
 
-    async def _in_time(self, answer: Answer, seconds: float) -> AsyncIterator[bytes]:
-        lines = aiter(answer.lines())
+    async def _in_time(self, answer: Answer, ended: asyncio.Event) -> AsyncIterator[bytes]:
+        """The lines of an answer. Raises TimeoutError when no event, or after the last one no end, comes in time."""
+        lines, began = aiter(answer.lines()), time.monotonic()
         while True:
+            seconds = END_SECONDS if ended.is_set() else self.silence or math.inf
             try:
-                async with asyncio.timeout(seconds):
+                async with asyncio.timeout(began + seconds - time.monotonic()):
                     line = await anext(lines)
             except StopAsyncIteration:
                 return
             except TimeoutError:
-                raise EngineLost(f"{self.name} has sent nothing for {seconds:g} seconds.") from None
+                raise TimeoutError(f"it has sent nothing for {seconds:g} seconds") from None
             yield line
+            if line.startswith(b"data:"):
+                began = time.monotonic()
 
-    def _check_versions(self, versions: Sequence[int], *, exact: bool) -> None:
-        """Raise EngineLost for tokens of weights that are not those that are expected, or with `exact=False` of newer
-        ones."""
+    def _checked(self, delta: Delta, *, exact: bool) -> Delta:
+        """The delta; versions that are no numbers become 0. Raise EngineLost for tokens of weights that are not those
+        that are expected, or with `exact=False` of newer ones."""
         if self.expected is None:
-            return
-        for version in versions:
-            if version > self.expected or (exact and version != self.expected):
+            plain = min(delta.weight_versions, default=0) >= 0
+            return delta if plain else replace(delta, weight_versions=[max(0, n) for n in delta.weight_versions])
+        for version in delta.weight_versions:
+            if not self.fault and (not 0 <= version <= self.expected or (exact and version != self.expected)):
+                which = "a version that is no number" if version < 0 else f"version {version}"
                 self.fault = (
-                    f"The engine {self.name} samples with weights of version {version}, but was given version "
+                    f"The engine {self.name} samples with weights of {which}, but was given version "
                     f"{self.expected}: it was restarted, or somebody else loads weights; run the same command again."
                 )
-                raise EngineLost(self.fault)
+        if self.fault:
+            raise EngineLost(self.fault)
+        return delta
 
     async def version(self) -> int:
+        """See `TokenSource.version`; -1 if the server's is no number."""
         return await self._told_version("/model_info", "/get_model_info")
 
     async def _told_version(self, *paths: str) -> int:
@@ -341,6 +357,8 @@ class EnginePool:
     def _check(self, name: str, delta: Delta, room: int) -> None:
         """Raise RequestFailed for a delta that cannot be trained on: the engine may be any server."""
         ids, scores, versions = delta.token_ids, delta.logprobs, delta.weight_versions
+        if not len(ids) == len(scores) == len(versions):
+            raise RequestFailed(f"{name} sent {len(ids)} ids, {len(scores)} scores and {len(versions)} versions.")
         if len(ids) > room or (ids and not (min(ids) >= 0 and max(ids) < self.vocab)):
             raise RequestFailed(f"{name} sent more tokens than were asked for, or ids outside the vocabulary.")
         if not all(map(math.isfinite, scores)) or (
@@ -355,7 +373,7 @@ class EnginePool:
         found: dict[str, int | None] = {}
         for engine in self.engines:
             try:
-                found[engine.name] = await engine.version()
+                found[engine.name] = max(0, await engine.version())
             except Glm5Error:
                 found[engine.name] = None
         return found

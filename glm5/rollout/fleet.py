@@ -248,7 +248,7 @@ class RemoteFleet(Fleet):
                     raise error
                 why = str(error or "")
                 if not why and (has := await server.source.version()) != version:
-                    why = f"it says that it has version {has}"
+                    why = f"it says that it has {'no numbered version' if has < 0 else f'version {has}'}"
                 if why:
                     raise EngineError(
                         f"The engine {server.url} did not take the weights of version {version}; restart it, then run "

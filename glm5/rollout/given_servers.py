@@ -6,8 +6,10 @@ weights, and forgets all that it had computed with the old ones.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping
@@ -27,6 +29,9 @@ CALL_SECONDS, LOAD_SECONDS = 60.0, 1800.0
 """Longest time for an answer, and for a server to read weights."""
 SILENCE_SECONDS = 900.0
 """Longest time between two events of an answer."""
+MOST_BYTES = 1 << 24
+"""Longest answer that is read."""
+METRICS_SECONDS = 5.0
 METRICS = {
     "samples_running": ("vllm:num_requests_running", "sglang:num_running_reqs"),
     "samples_waiting": ("vllm:num_requests_waiting", "sglang:num_queue_reqs"),
@@ -51,9 +56,8 @@ class GivenServer(ABC):
     def __init__(self, info: ServerInfo, key: str | None = None, client: httpx.AsyncClient | None = None) -> None:
         self.source, self.url = info.source(key), info.url
         self.source.silence = SILENCE_SECONDS
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        limits = httpx.Timeout(CALL_SECONDS, connect=5.0)
-        self.client = client or httpx.AsyncClient(base_url=self.url, headers=headers, timeout=limits, trust_env=False)
+        headers = {"accept-encoding": "identity"} | ({"authorization": f"Bearer {key}"} if key else {})
+        self.client = client or httpx.AsyncClient(base_url=self.url, headers=headers, trust_env=False)
 
     async def check(self) -> None:  # noqa: B027
         """Raises EngineError for a server that live RL cannot use."""
@@ -69,7 +73,7 @@ class GivenServer(ABC):
     async def metrics(self) -> str:
         """Its Prometheus text; empty if it has none."""
         try:
-            answer = await self.client.get("/metrics", timeout=5.0)
+            answer = await self.answer("GET", "/metrics", METRICS_SECONDS)
         except httpx.HTTPError:
             return ""
         return answer.text if answer.status_code == 200 else ""
@@ -78,12 +82,31 @@ class GivenServer(ABC):
         await self.source.close()
         await self.client.aclose()
 
+    async def answer(self, method: str, path: str, seconds: float | None, **options: Any) -> httpx.Response:
+        """The whole answer to a request. Raises httpx.TransportError if it is not there in time (None: no limit),
+        or has more than `MOST_BYTES`."""
+        whole, limits = bytearray(), httpx.Timeout(seconds, connect=5.0)
+        try:
+            async with (
+                asyncio.timeout(seconds),
+                self.client.stream(method, path, timeout=limits, follow_redirects=False, **options) as found,
+            ):
+                async for piece in found.aiter_bytes():
+                    whole += piece
+                    if len(whole) > MOST_BYTES:
+                        raise httpx.RemoteProtocolError(f"its answer has more than {MOST_BYTES:,} bytes")
+                return httpx.Response(found.status_code, content=bytes(whole))
+        except TimeoutError:
+            raise httpx.ReadTimeout("the answer did not end in time") from None
+        except httpx.DecodingError as error:
+            raise httpx.RemoteProtocolError(str(error)) from None
+
     async def call(self, path: str, body: Mapping[str, Any] | None = None, seconds: float = CALL_SECONDS) -> Any:
         """The answer to a GET, or to a POST of `body`; {} if it is not JSON. Raises Refused for any status but 200, and
         without an answer."""
         method = "GET" if body is None else "POST"
         try:
-            answer = await self.client.request(method, path, json=body, timeout=httpx.Timeout(seconds, connect=5.0))
+            answer = await self.answer(method, path, seconds, json=body)
         except httpx.HTTPError as error:
             raise Refused(f"{self.url} does not answer {path}: {type(error).__name__} {error!s:.200}") from None
         told: Any = {}
@@ -118,11 +141,14 @@ class SglangServer(GivenServer):
     async def paused(self) -> AsyncIterator[None]:
         """Within the block it does not generate. Without it, SGLang waits until all generations have ended before it
         reads weights from a folder, and replaces every tensor that it receives while it generates."""
-        await self.call(PAUSE, {"mode": "retract"})
         try:
+            await self.call(PAUSE, {"mode": "retract"})
             yield
-        finally:
-            await self.call(CONTINUE, {})
+        except BaseException:  # also if the answer was lost: it may have paused
+            with contextlib.suppress(EngineError):
+                await self.call(CONTINUE, {})
+            raise
+        await self.call(CONTINUE, {})
 
     @contextlib.asynccontextmanager
     async def receiving(self) -> AsyncIterator[None]:
@@ -153,7 +179,7 @@ class SglangServer(GivenServer):
         if path == PART and self.first:
             body = json.dumps(json.loads(body) | self.first).encode()
         headers = {"content-type": "application/json"}
-        return await self.client.request(method, path, content=body, headers=headers, timeout=None)
+        return await self.answer(method, path, None, content=body, headers=headers)
 
 
 class VllmServer(GivenServer):
@@ -198,6 +224,9 @@ def watched_elsewhere(text: str) -> dict[str, float]:
     found: dict[str, float] = {}
     for line in text.splitlines():
         if (match := _SAMPLE.fullmatch(line)) and (own := ours.get(match[1])):
-            known, value = found.get(own, 0.0), float(match[2])
+            known, value = found.get(own, 0.0), 0.0
+            with contextlib.suppress(ValueError):
+                value = float(match[2])
+            value = value if math.isfinite(value) else 0.0
             found[own] = max(known, value) if own == "use" else known + value
     return {**found, "cache_pages": 1.0, "cache_pages_free": 1.0 - found.get("use", 0.0)} if found else {}

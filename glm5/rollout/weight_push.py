@@ -230,7 +230,7 @@ async def _tell(engine: Engine, path: str, body: bytes) -> Reply:
     except (httpx.TransportError, OSError, RuntimeError) as error:  # RuntimeError: its client has been closed
         return Reply("lost", f"It was lost: {type(error).__name__} {error}")
     told: Any = None
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         told = answer.json()
     told = told if isinstance(told, dict) else {"message": answer.text[:500]}
     said = told.get("error")

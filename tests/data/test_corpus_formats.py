@@ -8,6 +8,7 @@ import io
 import json
 import lzma
 import os
+import subprocess
 import tarfile
 import tracemalloc
 import zipfile
@@ -18,11 +19,11 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from glm5.config.corpus import CorpusRecipe, LimitConfig
+from glm5.config.corpus import CorpusRecipe, LimitConfig, SourceConfig
 from glm5.data.corpus import formats, plan
 from glm5.data.corpus.formats import texts
 from glm5.data.corpus.kinds import FileType, file_type
-from glm5.data.corpus.plan import make_plan, planned, source_counts
+from glm5.data.corpus.plan import list_inputs, make_plan, planned, source_counts
 from glm5.data.corpus.text import REASONS, Extracted, Skipped, Text, decode, tidy
 from glm5.errors import DataError
 
@@ -329,6 +330,22 @@ def test_the_plan_is_the_same_for_any_order_of_the_file_system(tmp_path: Path) -
         plans.append([[one.name for one in planned(out, part)] for part in range(3)])
     assert plans[0] == plans[1]
     assert len({name for part in plans[0] for name in part}) == 40
+
+
+@pytest.mark.parametrize(
+    ("path", "where"), [("git:click", "."), ("git:click@HEAD", "."), ("git:.", "click"), ("git:.git", "click")]
+)
+def test_a_clone_has_its_own_name_however_it_is_given(
+    path: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clone = tmp_path / "click"
+    clone.mkdir()
+    (clone / "a.py").write_text("x = 1\n")
+    run = ["git", "-C", str(clone), "-c", "user.name=x", "-c", "user.email=x"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "x"]):
+        subprocess.run([*run, *command], check=True)
+    monkeypatch.chdir(tmp_path / where)
+    assert [one.repository for one in list_inputs(SourceConfig(name="s", path=path))[0]] == ["click"]
 
 
 def test_repositories_are_one_input_each_and_large_ones_several(

@@ -38,6 +38,8 @@ KATEX = f'<span class="katex"><span>{MATH.format("", NOTED)}</span><span class="
         (MATH.format(' display="block"', NOTED), "$$x^2$$"),
         (MATH.format(' alttext="x^{2}"', SQUARE), "$x^{2}$"),
         (PLAIN, "$x^2$"),
+        (f'<span class="MathJax">if <mjx-container>{PLAIN}</mjx-container> is</span>', "if $x^2$ is"),
+        (f'<span class="katex">{PLAIN}<annotation encoding="application/x-tex">y</annotation></span>', "$x^2$"),
         (MATH.format("", f"<mfrac>{SQUARE}{ROOT}</mfrac>"), r"$\frac{x^2}{\sqrt{a + 1}}$"),
         (MATH.format("", SUM), r"$\sum_{i = 0}^n$"),
         (MATH.format("", VECTOR), r"$\vec{v}f(x)$"),

@@ -82,6 +82,8 @@ def test_code_and_rows_of_a_repository_move_together() -> None:
     repositories = {(0, 1): "a", (0, 2): "a", (0, 3): "b", (1, 1): "a"}
     assert moves(rows, repositories) == {(0, 1), (0, 2), (1, 1), (7, 1)}  # (7, 1) resembles (0, 2)
     assert moves(rows) == {(0, 1)}
+    assert moves(rows, repositories, {(1, 1)}) == {(0, 1), (0, 2), (1, 1), (7, 1)}  # a README goes with the code,
+    assert moves(rows, repositories, {(0, 1)}) == {(0, 1)}  # a license that everybody has takes nothing along
 
 
 @pytest.mark.parametrize(
@@ -91,6 +93,9 @@ def test_code_and_rows_of_a_repository_move_together() -> None:
         ("Click.git", "click"),
         ("click-8.1.7", "click"),
         ("click-8.1.7.dist-info", "click"),
+        ("click-main.zip", "click"),
+        (f"click-{'3a' * 20}.tar.zst", "click"),
+        ("domain", "domain"),
         ("click_8.1.7-2.orig.tar.xz", "click"),
         ("click-v8.tar.gz", "click"),
         ("click.tgz", "click"),

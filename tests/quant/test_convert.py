@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from glm5.config.model import GLM5Config
 from glm5.errors import CheckpointError, ConfigError
 from glm5.model.disk_names import disk_tensors
 from glm5.model.glm5 import Block, GLM5ForCausalLM
@@ -85,7 +86,26 @@ def test_what_is_never_rounded(source: Path) -> None:
 def test_every_matrix_is_named_as_rounded_or_as_kept(source: Path, scheme: Scheme) -> None:
     """Other readers look at these lists alone; SGLang refuses a module that is in none, and looks for the two halves of
     an MLP under one name."""
-    plain = GLM5ForCausalLM.from_pretrained(source, device="meta")
+    named_or_kept(scheme, GLM5ForCausalLM.from_pretrained(source, device="meta"))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+@pytest.mark.parametrize(
+    ("preset", "other"),
+    [
+        ("glm5.2", {"num_hidden_layers": 5, "n_routed_experts": 8}),  # most layers have no indexer
+        ("glm4.7-flash", {"num_hidden_layers": 2, "n_routed_experts": 8, "num_nextn_predict_layers": 0}),
+        ("glm9b", {"num_hidden_layers": 2, "first_k_dense_replace": 2, "attention_pattern": "SF",
+                   "efficient_attention": "gdn"}),
+    ],
+)  # fmt: skip
+def test_every_matrix_of_other_models_is_named(scheme: Scheme, preset: str, other: dict[str, Any]) -> None:
+    config = GLM5Config.preset(preset, **other)
+    with torch.device("meta"):
+        named_or_kept(scheme, GLM5ForCausalLM(config))
+
+
+def named_or_kept(scheme: Scheme, plain: GLM5ForCausalLM) -> None:
     told = quantization_config(scheme, plain.config)
 
     def named(patterns: list[str], module: str) -> bool:
@@ -93,7 +113,7 @@ def test_every_matrix_is_named_as_rounded_or_as_kept(source: Path, scheme: Schem
 
     for name, tensor in disk_tensors(plain).items():
         module, rounded = name.removesuffix(".weight"), scheme.form(name, plain.config) is not None
-        if tensor.ndim != 2 or "embed_tokens" in name:
+        if tensor.ndim != 2 or not name.endswith(".weight") or "embed_tokens" in name:
             continue
         if told["quant_method"] == "fp8":
             assert (module in told["modules_to_not_convert"]) != rounded, module

@@ -68,7 +68,7 @@ def show_formulas(tree: Any) -> int:
     for name in _RENDERED:
         page.each((name,), _rendered)
     page.each((_SCRIPT,), lambda one: _marked(one.node.text, "display" in (one.node.getattr("type") or "")))
-    page.each(("math",), lambda one: _mathml(one.node, one.inside("annotation")))
+    page.each(("math",), _mathml)
     page.each(("img",), lambda one: _picture(one.node))
     found = page.count
     page.each(("sub",), lambda one: _index(one, "_"), inner=True)
@@ -85,11 +85,11 @@ class _Element:
     start: int
     end: int = 0
 
-    def inside(self, name: str) -> list[Any]:
-        """The nodes of this name that it contains."""
+    def inside(self, name: str) -> list[_Element]:
+        """The elements of this name that it still contains."""
         found = self.page.named[name]
         low, high = (bisect_left(found, place, key=lambda one: one.start) for place in (self.start, self.end))
-        return [one.node for one in found[low:high]]
+        return [one for one in found[low:high] if not self.page.gone[one.start]]
 
 
 class _Page:
@@ -99,7 +99,7 @@ class _Page:
     def __init__(self, tree: Any) -> None:
         self._tree, self.count = tree, 0
         self.named: dict[str, list[_Element]] = {name: [] for name in _NAMES}
-        self._gone = bytearray(self._walk(tree.body))
+        self.gone = bytearray(self._walk(tree.body))
 
     def _walk(self, body: Any) -> int:
         count, stack = 0, list[tuple[Any, _Element | None]]()
@@ -126,7 +126,7 @@ class _Page:
         inside of others, too."""
         end = 0
         for one in chain.from_iterable(self.named[name] for name in names):
-            if self._gone[one.start] or (not inner and one.start < end):
+            if self.gone[one.start] or (not inner and one.start < end):
                 continue
             end = one.end
             shown = text(one) if one.node.parent is not None else None
@@ -137,7 +137,7 @@ class _Page:
                 self.count += 1
             else:
                 one.node.parent.remove_child(one.node)
-            self._gone[one.start : one.end] = b"\1" * (one.end - one.start)
+            self.gone[one.start : one.end] = b"\1" * (one.end - one.start)
 
 
 def _names(node: Any) -> set[str]:
@@ -163,13 +163,13 @@ def _rendered(one: _Element) -> str | None:
     if math is None:
         return None
     display = "display" in (one.node.getattr("class") or "") or one.node.getattr("display") == "true"
-    return _mathml(math, one.inside("annotation"), display)
+    return _mathml(math, display)
 
 
-def _mathml(math: Any, notes: Sequence[Any], display: bool = False) -> str | None:
-    """A `math` element with the annotations in it."""
+def _mathml(one: _Element, display: bool = False) -> str | None:
+    math = one.node
     display = display or math.getattr("display") == "block" or math.getattr("mode") == "display"
-    for note in notes:
+    for note in (inner.node for inner in one.inside("annotation")):
         if "tex" in (note.getattr("encoding") or "").lower():
             return _marked(_without_style(note.text), display)
     if (said := math.getattr("alttext")) and said.strip():

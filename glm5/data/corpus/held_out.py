@@ -36,13 +36,14 @@ class WriteHeldOut(PipelineStep):
         self.folder, self.words = folder, words
 
     def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> None:
-        repositories: list[tuple[int, str]] = []
+        repositories: list[tuple[int, str, bool]] = []
 
         def found() -> Iterator[tuple[int, np.ndarray]]:
             for number, document in enumerate(data):
                 if is_held_out(document):
-                    if document.metadata["kind"] in ("code", "swe") and document.metadata.get("repository"):
-                        repositories.append((number, document.metadata["repository"]))
+                    if repository := document.metadata.get("repository"):
+                        # A README is shown by rows; but its license, which others have too, moves no repository.
+                        repositories.append((number, repository, document.metadata["kind"] not in ("code", "swe")))
                     yield number, shingles_of(document.text, self.words)
 
         write_shingles(self.folder, rank, found())
@@ -74,7 +75,7 @@ class FindSimilar(PipelineStep):
 
 class Split(PipelineStep):
     """Decides which held-out documents move to training: those similar to training text, those similar to one that
-    moves, and code and SWE rows of a repository of which one moves."""
+    moves, and those of a repository whose code or SWE rows move."""
 
     type = "split"
     name = "moves"
@@ -85,12 +86,13 @@ class Split(PipelineStep):
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
         rows = np.concatenate([np.load(path) for path in sorted(self.pairs.glob("*.npy"))])
-        repositories = {
-            (int(path.stem), number): repository
+        found = [
+            ((int(path.stem), number), repository, follows)
             for path in sorted(self.shingles.glob("*.repositories"))
-            for number, repository in json.loads(path.read_bytes())
-        }
-        moved = moves(rows[rows[:, 5] >= self.least], repositories)
+            for number, repository, follows in json.loads(path.read_bytes())
+        ]
+        followers = {place for place, _, follows in found if follows}
+        moved = moves(rows[rows[:, 5] >= self.least], {place: name for place, name, _ in found}, followers)
         left = [
             value
             for a, b, c, d, other, value in rows.tolist()

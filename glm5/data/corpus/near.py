@@ -20,8 +20,9 @@ from glm5.data.corpus.split import Place, Shingles, write_shingles
 from glm5.data.dedup import near
 
 _PIECE = 1 << 14  # shingles hashed at a time
-_CROWD = 64
-"""Documents of one set, and sets, that a document of one bucket is compared with."""
+_SETS, _MEMBERS = 64, 16
+"""Sets of one hash, and documents of each, that a document is compared with."""
+_ROWS = 1 << 16  # pairs that are Python's numbers at a time
 
 
 class Signatures(MinhashDedupSignature):
@@ -100,7 +101,8 @@ def read_pairs(path: Path) -> np.ndarray:
 def groups(pairs: np.ndarray) -> Iterator[list[Place]]:
     """The documents of one hash each: the pairs of a bucket are chains, (a, b), (b, c), …"""
     group: list[Place] = []
-    for part, number, other_part, other_number in pairs.tolist():
+    rows = (row for start in range(0, len(pairs), _ROWS) for row in pairs[start : start + _ROWS].tolist())
+    for part, number, other_part, other_number in rows:
         if group and group[-1] != (part, number):
             yield group
             group = []
@@ -114,11 +116,11 @@ def joined(group: Iterable[Place], alike: Callable[[Place, Place], bool]) -> Ite
     """Pairs that join the documents of a group into sets: one is in a set if it is like a document of it.
 
     Copies cost one comparison each. Of documents that differ and yet have a hash in common, each is compared with the
-    first 64 of the first 64 sets, so that the time grows in proportion to them.
+    first 16 of the first 64 sets, so that the time grows in proportion to them.
     """
     sets: list[list[Place]] = []
     for place in group:
-        hits = [one for one in sets[:_CROWD] if any(alike(other, place) for other in one[:_CROWD])]
+        hits = [one for one in sets[:_SETS] if any(alike(other, place) for other in one[:_MEMBERS])]
         yield from ((one[0], place) for one in hits)
         for one in hits[1:]:
             hits[0] += one

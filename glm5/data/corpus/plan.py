@@ -31,7 +31,9 @@ _NO_CODE = {"__pycache__", "node_modules", "lib-dynload"}
 PLAN = "plan"
 GIT = "git:"
 _MOST_GIT = 64 << 20
-_VERSION = re.compile(r"[-_.]v?\d.*$|(\.(tar|t?[gbx]z2?|zip|whl|dsc))+$")
+_VERSION = re.compile(r"[-_.]v?\d.*$|(\.(tar|t?[gbx]z2?|t?zst|lzma|zip|whl|dsc|dist-info|egg-info|egg))+$")
+_BRANCH = re.compile(r"-(main|master|trunk|head|[0-9a-f]{40})$")
+"""What archives of a branch or a commit have behind the name."""
 _CHANGES = 64
 """Changes of a git history in one input."""
 _MOST_REPOSITORY = 256 << 20
@@ -72,7 +74,7 @@ class Input:
 def repository_key(name: str) -> str:
     """A name for all copies of a repository: of a clone, a package or an archive, in any version."""
     plain = name.lower().removesuffix(".git")
-    return _VERSION.sub("", plain) or plain
+    return _BRANCH.sub("", _VERSION.sub("", plain)) or plain
 
 
 def list_inputs(source: SourceConfig) -> tuple[list[Input], Counter[str]]:
@@ -158,7 +160,7 @@ def _inputs(source: SourceConfig, skipped: Counter[str]) -> Iterator[Input]:
             said = (one.text for one in documents if one.path.lower().startswith(("licen", "copying", "copyright")))
             license = all_of(map(recognised, said))
             name = f"{source.name}/{Path(place).name}"
-            key = repository_key(_plain_name(Path(place)))
+            key = repository_key(_plain_name(Path(place.removeprefix(GIT)).resolve()))
             yield Input(
                 source.name, f"{place}@{commit}", name, size, 0, license or source.license or "", repository=key
             )

@@ -81,12 +81,12 @@ def run_corpus(
     need_extra(executor)
     if any(source.by_content for source in recipe.sources):
         identify_by_magika()
+    out = out.resolve()
     if executor == "slurm":
         from glm5.data.corpus.slurm import check_slurm
 
-        check_slurm(sbatch or {})
+        check_slurm(sbatch or {}, out)
     _need_open_files(recipe.tasks)
-    out = out.resolve()
     with exclusive(out, f"Another process is making the corpus {out}; wait for it, or choose another --out."):
         _same_recipe(recipe, out)
         recover_dir(out / PLAN)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -18,7 +20,12 @@ from glm5.errors import CheckpointError, ConfigError, DataError
 
 _POLL, _LAG = 2.0, 30.0
 """Seconds between two looks at the queue, and seconds that a shared file system may need to show a file."""
-_JOB = "slurm.job"
+_SILENT = 300
+"""Looks in a row that squeue may fail: its server restarts, and jobs go on."""
+_JOB, _MOST_JOBS = "slurm.job", 1001
+"""Slurm's usual limit of an array. With more parts a job has several, one after the other, so that a stage is one
+array: of several, datatrove knows the last only, and the others could not be cancelled."""
+_PLAIN, _OPTION = re.compile(r"[\w@.,:=+/~-]+", re.ASCII), re.compile(r"[a-z][a-z-]*")
 
 
 class ArrayExecutor(SlurmPipelineExecutor):
@@ -26,16 +33,15 @@ class ArrayExecutor(SlurmPipelineExecutor):
 
     def get_launch_file_contents(self, sbatch_args: dict[str, str], run_script: str) -> str:
         program = f"{shlex.quote(sys.executable)} -m datatrove.tools.launch_pickled_pipeline"
-        return str(
-            super().get_launch_file_contents(sbatch_args, run_script.replace("launch_pickled_pipeline", program))
-        )
+        script = run_script.replace("launch_pickled_pipeline", program, 1)
+        return str(super().get_launch_file_contents(sbatch_args, script))
 
     def launch_merge_stats(self) -> None:
         """Nothing: the account sums the statistics of all parts."""
 
 
-def check_slurm(options: Mapping[str, str]) -> None:
-    """Raise ConfigError if jobs cannot be submitted from here, or not with these options."""
+def check_slurm(options: Mapping[str, str], out: Path) -> None:
+    """Raise ConfigError if jobs cannot be submitted from here, or not with these options, or not for this folder."""
     for program in ("sbatch", "squeue", "scancel"):
         if shutil.which(program) is None:
             raise ConfigError(
@@ -45,6 +51,15 @@ def check_slurm(options: Mapping[str, str]) -> None:
         raise ConfigError("A job of an array of Slurm cannot submit others; run this on a login node.")
     if missing := [name for name in ("partition", "time") if not options.get(name)]:
         raise ConfigError(f"--executor slurm needs --sbatch {missing[0]}=VALUE.")
+    for name, value in options.items():
+        if not _OPTION.fullmatch(name) or not value.isprintable() or name == "array":
+            raise ConfigError(
+                f"--sbatch {name!r:.40}={value!r:.40}: give an option of sbatch in one line; the parts set `array`."
+            )
+    if not _PLAIN.fullmatch(str(out)):
+        raise ConfigError(
+            f"The scripts of jobs name the folder {str(out)!r:.200}; choose ASCII letters, digits and @.,:=+/~-_."
+        )
 
 
 def run_stage(stage: Stage, name: str, workers: int | None, logs: Path, options: Mapping[str, str]) -> None:
@@ -59,7 +74,9 @@ def run_stage(stage: Stage, name: str, workers: int | None, logs: Path, options:
     given = dict(options)
     executor = ArrayExecutor(
         stage.steps, stage.tasks, given.pop("time"), given.pop("partition"), workers=workers or -1,
-        job_name=f"{name}-{stage.name}", qos=given.pop("qos", ""), sbatch_args=given, logging_dir=str(logs),
+        job_name=re.sub(r"[^\w.-]+", "_", f"{name:.100}-{stage.name}", flags=re.ASCII),  # the script's shell reads it
+        qos=given.pop("qos", ""), sbatch_args=given, logging_dir=str(logs), max_array_size=_MOST_JOBS,
+        tasks_per_job=math.ceil(stage.tasks / _MOST_JOBS),
     )  # fmt: skip
     try:
         executor.run()
@@ -71,13 +88,26 @@ def run_stage(stage: Stage, name: str, workers: int | None, logs: Path, options:
         return
     noted.write_text(f"{executor.job_id}\n", encoding="utf-8")
     try:
-        while _queued(str(executor.job_id)):
-            time.sleep(_POLL)
+        _wait(str(executor.job_id))
     except BaseException:
         subprocess.run(["scancel", str(executor.job_id)], check=False)
         raise
     end = time.monotonic() + _LAG
     while executor.get_incomplete_ranks() and time.monotonic() < end:
+        time.sleep(_POLL)
+
+
+def _wait(job: str) -> None:
+    failures = 0
+    while True:
+        try:
+            if not _queued(job):
+                return
+            failures = 0
+        except DataError:
+            failures += 1
+            if failures > _SILENT:
+                raise
         time.sleep(_POLL)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -91,11 +91,14 @@ class HeldOutDocuments:
             yield owner, similarity(np.asarray(self._shingles[owner]), shingles)
 
 
-def moves(rows: np.ndarray, repositories: Mapping[Place, str] | None = None) -> set[Place]:
+def moves(
+    rows: np.ndarray, repositories: Mapping[Place, str] | None = None, followers: Collection[Place] = ()
+) -> set[Place]:
     """The held-out documents that a chain of similar pairs connects with a training document.
 
     `rows` is [n, 6]: place of a held-out document, place of another document, whether that is held out, similarity.
-    Held-out documents of one of `repositories` move together.
+    Held-out documents of one of `repositories` move together; its `followers` move with others, but do not take others
+    along.
     """
     together: dict[str, list[Place]] = defaultdict(list)
     for place, repository in (repositories or {}).items():
@@ -113,7 +116,9 @@ def moves(rows: np.ndarray, repositories: Mapping[Place, str] | None = None) -> 
         place = waiting.pop()
         if place not in moved:
             moved.add(place)
-            waiting += beside[place] + together.pop((repositories or {}).get(place, ""), [])
+            waiting += beside[place]
+            if place not in followers:
+                waiting += together.pop((repositories or {}).get(place, ""), [])
     return moved
 
 
