@@ -47,8 +47,15 @@ class Forward:
     balance: bool = True
     all_keys: bool = False
     cpu: bool = False
+    bf16_products: bool = False
+    """The CPU has instructions for bf16. Without them, operands are copied to fp32, which takes more."""
     cp: int = 1
     ep: int = 1
+
+    @property
+    def widens(self) -> bool:
+        """Whether products are of fp32 copies."""
+        return self.cpu and self.item < WIDE and not self.bf16_products
 
     @property
     def tokens(self) -> int:
@@ -129,9 +136,7 @@ def logits_bytes(config: GLM5Config, step: Forward) -> int:
     if step.attention == "warmup":
         return 0
     rows, matrix = min(LOGIT_ROWS, step.tokens), config.vocab_size * config.hidden_size
-    if (
-        step.cpu and step.item < WIDE
-    ):  # a CPU multiplies in fp32: two copies of the matrix beside its gradient and a term
+    if step.widens:  # two copies of the matrix beside its gradient and a term
         return rows * config.vocab_size * WIDE + 4 * matrix * WIDE + step.tokens * config.hidden_size * step.item
     chunk = rows * config.vocab_size * (WIDE + (step.item if step.item < WIDE else 0))
     return chunk + matrix * (WIDE + step.item) + step.tokens * config.hidden_size * step.item
@@ -279,6 +284,6 @@ def padding(config: GLM5Config, step: Forward) -> float:
 def _routing(config: GLM5Config, step: Forward, widened: bool = True) -> float:
     """Scores, choices, weights and places in the experts' buffers; the balance loss keeps normalised scores."""
     c = config
-    copied = c.hidden_size * WIDE if widened and step.cpu and step.item < WIDE else 0
+    copied = c.hidden_size * WIDE if widened and step.widens else 0
     scores = c.n_routed_experts * WIDE * (3 if step.balance else 1)
     return scores + copied + c.num_experts_per_tok * (2 * INDEX + WIDE)

@@ -13,6 +13,7 @@ from glm5.config.model import GLM5Config
 from glm5.config.parallel import Layout
 from glm5.config.step_memory import RankStep, Setting
 from glm5.config.traffic import step_traffic
+from glm5.ops.narrow import CPU_HAS_BF16
 from tests.config.lone_rank import measure, stage_of
 
 LENGTH = 256
@@ -69,7 +70,8 @@ def check(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stage = stage_of(case.rows * case.parts * case.world, LENGTH, micro_rows=case.rows, **changes)
     peak, sent = measure(config, layout, case.world, stage, folder, monkeypatch, depths)
     item = 2 if stage.dtype == "bfloat16" else 4
-    forward = Forward(case.rows, LENGTH, item, recompute=stage.recompute, depths=depths, balance=False, cpu=True)
+    told = dict(recompute=stage.recompute, depths=depths, balance=False, cpu=True, bf16_products=CPU_HAS_BF16)
+    forward = Forward(case.rows, LENGTH, item, **told)
     step = RankStep(config, Setting(forward, case.parts, case.world, case.ep, reduce_once=once))
     predicted: dict[str, int] = {}
     for one in step_traffic(step):
