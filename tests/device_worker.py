@@ -18,8 +18,11 @@ from glm5.config.recipe import RunRecipe
 from glm5.launch.conformance import conform
 from glm5.launch.conformance_jobs import ENGINES, STAGES, UPDATES, Watch, generate, learn, train
 from glm5.launch.pipeline import run_pipeline
+from glm5.ops import narrow
 from glm5.platforms.simulated import DEVICE, Pretending
 from glm5.reproduce import reproduce
+
+narrow.CPU_HAS_BF16 = False  # its own bf16 products sum in another order, and a token near a tie changes its expert
 
 
 class Waits(Watch):
