@@ -7,10 +7,11 @@ import importlib.util
 import json
 import os
 import resource
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -165,6 +166,8 @@ def _run_stages(
     with ExitStack() as stack:
         most = workers or _cores()
         pool = stack.enter_context(worker_pool(most, out / "work")) if executor == "local" else None
+        if executor == "ray":
+            stack.enter_context(_ray_aside())
         for stage in stages(recipe, out):
             logs = out / "work" / "log" / stage.name
             with _watched(stage.name, logs / "completions", stage.tasks, progress):
@@ -175,7 +178,6 @@ def _run_stages(
 
                     run_stage(stage, recipe.name, workers, logs, sbatch)
                 else:
-                    os.environ.setdefault("RAY_LOG_TO_DRIVER", "0")  # it would write among our output
                     from datatrove.executor.ray import RayPipelineExecutor
 
                     RayPipelineExecutor(stage.steps, stage.tasks, most, logging_dir=str(logs)).run()
@@ -184,6 +186,21 @@ def _run_stages(
                     raise DataError(
                         f"Part {part} of the stage {stage.name} failed; see {logs}/logs/task_{part:05d}.log."
                     )
+
+
+@contextmanager
+def _ray_aside() -> Iterator[None]:
+    """What Ray prints, such as that a node is dead, goes to stderr: stdout has the account."""
+    os.environ.setdefault("RAY_LOG_TO_DRIVER", "0")
+    import ray
+
+    own = not ray.is_initialized()
+    with redirect_stdout(sys.stderr):
+        try:
+            yield
+        finally:
+            if own:
+                ray.shutdown()  # and with it the threads that print
 
 
 @contextmanager
