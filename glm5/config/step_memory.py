@@ -225,7 +225,7 @@ class RankStep:
             if depth or last or self.kept[i + 1][1] == c.num_hidden_layers:  # the loss of its output
                 alive = {**fixed, "activations": sum(kept[: i + 1]), "activations: heads": heads}
                 alive |= {"gradients": before + grown + shared, "logits": logits_bytes(c, forward)}
-                if at_once and forward.item < WIDE and not forward.widens:
+                if at_once and forward.cpu and forward.item < WIDE and not forward.widens:
                     alive["logits"] += c.vocab_size * c.hidden_size * WIDE  # added to earlier ones in fp32
                 if sharded and not frozen:
                     alive["gathered: blocks"] = (
