@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from glm5.config.keep_plan import MODES
 from glm5.config.launch import Launch
 from glm5.config.model import GLM5Config
 from glm5.config.parallel import Layout
@@ -20,9 +21,6 @@ NO_INDEXER = (
     "Layer {} shares the indexer of an earlier pipeline stage. The loss of an indexer needs all layers that use it in "
     "one stage: set parallel.pp_layers so that each stage begins with a layer that has an indexer."
 )
-
-
-MODES = (False, True, "selective")
 
 
 def refuse(problems: Iterable[str]) -> None:

@@ -166,11 +166,11 @@ def _inputs(source: SourceConfig, skipped: Counter[str]) -> Iterator[Input]:
             )
         return
     root = _root(source.path).resolve()
-    if root.is_file() and file_type(root.name) is None and not source.by_content:
-        skipped["unsupported"] += 1
-        return
     if root.is_file():
-        yield replace(_input(source.name, root, root.name, root.stat()), license=source.license or "")
+        if _unsupported(root.name, source):
+            skipped["unsupported"] += 1
+        else:
+            yield replace(_input(source.name, root, root.name, root.stat()), license=source.license or "")
         return
     if not root.is_dir():
         raise DataError(f'The source "{source.name}" is neither a file nor a folder: {source.path}.')
@@ -179,7 +179,7 @@ def _inputs(source: SourceConfig, skipped: Counter[str]) -> Iterator[Input]:
     for path, name, status in _walk(root, _NO_CODE | inside_python, skipped):
         if not _wanted(name, source):
             continue
-        if file_type(name) is None and not source.by_content:
+        if _unsupported(name, source):
             skipped["unsupported"] += 1
         elif not status.st_size:
             skipped["empty"] += 1
@@ -190,6 +190,11 @@ def _inputs(source: SourceConfig, skipped: Counter[str]) -> Iterator[Input]:
 def _plain_name(repository: Path) -> str:
     """The name of a repository's folder, also of a checkout whose `.git` is given."""
     return repository.parent.name if repository.name == ".git" else repository.name
+
+
+def _unsupported(name: str, source: SourceConfig) -> bool:
+    """Whether neither a file's name nor, if the source asks for it, its content decides what it is."""
+    return file_type(name) is None and not source.by_content
 
 
 def _history(source: SourceConfig, skipped: Counter[str]) -> Iterator[Input]:
