@@ -7,11 +7,10 @@ import importlib.util
 import json
 import os
 import resource
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -167,7 +166,9 @@ def _run_stages(
         most = workers or _cores()
         pool = stack.enter_context(worker_pool(most, out / "work")) if executor == "local" else None
         if executor == "ray":
-            stack.enter_context(_ray_aside())
+            from glm5.data.corpus.ray_executor import ray_connection, run_on_ray
+
+            stack.enter_context(ray_connection())
         for stage in stages(recipe, out):
             logs = out / "work" / "log" / stage.name
             with _watched(stage.name, logs / "completions", stage.tasks, progress):
@@ -178,29 +179,12 @@ def _run_stages(
 
                     run_stage(stage, recipe.name, workers, logs, sbatch)
                 else:
-                    from datatrove.executor.ray import RayPipelineExecutor
-
-                    RayPipelineExecutor(stage.steps, stage.tasks, most, logging_dir=str(logs)).run()
+                    run_on_ray(stage, most, logs)
             for part in range(stage.tasks):
                 if not (logs / "completions" / f"{part:05d}").exists():
                     raise DataError(
                         f"Part {part} of the stage {stage.name} failed; see {logs}/logs/task_{part:05d}.log."
                     )
-
-
-@contextmanager
-def _ray_aside() -> Iterator[None]:
-    """What Ray prints, such as that a node is dead, goes to stderr: stdout has the account."""
-    os.environ.setdefault("RAY_LOG_TO_DRIVER", "0")
-    import ray
-
-    own = not ray.is_initialized()
-    with redirect_stdout(sys.stderr):
-        try:
-            yield
-        finally:
-            if own:
-                ray.shutdown()  # and with it the threads that print
 
 
 @contextmanager
