@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -18,9 +17,10 @@ from glm5.data.corpus.stages import Stage
 def ray_connection() -> Iterator[None]:
     """A connection that this run opens is closed with it. What Ray prints, such as that a node is dead, goes to stderr:
     stdout has the account."""
-    os.environ.setdefault("RAY_LOG_TO_DRIVER", "0")
     own = not ray.is_initialized()
     with redirect_stdout(sys.stderr):
+        if own:
+            ray.init(log_to_driver=False)
         try:
             yield
         finally:
