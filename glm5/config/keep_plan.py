@@ -176,7 +176,9 @@ def _same(choices: dict[int, list[Choice]], keep: Keep) -> dict[int, Choice]:
 
 def _times_kept(step: RankStep) -> dict[int, int]:
     """How many micro-batches' activations of each layer are alive at once; of the MTP layer, times its depths."""
-    counts = most_in_flight(step).active if step.setting.pp > 1 else (1,)
+    counts: Sequence[int] = (1,)
+    if step.setting.pp > 1:
+        counts = [max(column) for column in zip(*(one.active for one, _ in most_in_flight(step)))]
     found: dict[int, int] = {}
     for span, count in zip(step.spans, counts):
         found |= dict.fromkeys(span.layers, count)

@@ -18,7 +18,7 @@ their number cannot follow the batch (MTP depths), and a stage's gradients are s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -39,7 +39,23 @@ Schedule = tuple[tuple[Action, ...], ...]
 def make_schedule(pp: int, chunks: int, micros: int, deferred: int = 0) -> Schedule:
     """Interleaved 1F1B of `micros` micro-batches on `pp` ranks with `chunks` stages each; stage s is on rank s % pp. At
     most `deferred` micro-batches of a rank wait for their weight gradients."""
-    return tuple(tuple(_with_sums(rank_actions(pp, chunks, micros, rank, deferred))) for rank in range(pp))
+    return tuple(rank_schedule(pp, chunks, micros, rank, deferred) for rank in range(pp))
+
+
+@lru_cache(maxsize=64)
+def rank_schedule(pp: int, chunks: int, micros: int, rank: int, deferred: int = 0) -> tuple[Action, ...]:
+    """The part of `make_schedule` of one rank."""
+    return tuple(_with_sums(rank_actions(pp, chunks, micros, rank, deferred)))
+
+
+def turns(schedule: Iterable[Iterable[Action]]) -> dict[tuple[bool, int, int], int]:
+    """The place of every (backward, stage, micro-batch) in the actions of its rank."""
+    return {
+        (action.kind != "F", action.stage, action.micro): turn
+        for actions in schedule
+        for turn, action in enumerate(actions)
+        if action.kind in "FBI"
+    }
 
 
 def rank_actions(pp: int, chunks: int, micros: int, rank: int, deferred: int = 0) -> list[Action]:
@@ -61,7 +77,7 @@ def sums_of_stages(pp: int, chunks: int, micros: int, rank: int, deferred: int =
     if few < micros:
         one, other = (sums_of_stages(pp, chunks, few + more, rank, deferred) for more in (0, -pp))
         return {stage: count + (count - other[stage]) * ((micros - few) // pp) for stage, count in one.items()}
-    actions = _with_sums(rank_actions(pp, chunks, micros, rank, deferred))
+    actions = rank_schedule(pp, chunks, micros, rank, deferred)
     return Counter(action.stage for action in actions if action.kind == "R")
 
 

@@ -101,7 +101,13 @@ class RankStep:
     def __post_init__(self) -> None:
         s = self.setting
         self.forward = replace(s.forward, ep=s.ep)
-        self.spans = spans_of(self.config, s.pp * s.stages_per_rank, s.pp_layers)[self.rank :: s.pp]
+        self.spans = self.all_spans[self.rank :: s.pp]
+
+    @property
+    def all_spans(self) -> list[Span]:
+        """The stages of all processes."""
+        s = self.setting
+        return spans_of(self.config, s.pp * s.stages_per_rank, s.pp_layers)
 
     @cached_property
     def layers(self) -> list[int]:
@@ -127,6 +133,10 @@ class RankStep:
     @cached_property
     def ends(self) -> Sizes:
         return self.stage_sizes(self.spans)[-1]
+
+    @property
+    def embedding(self) -> Sizes:
+        return _ends(self.config, (True, False, False), self.setting.ranks, self.setting.trains)
 
     @cached_property
     def total(self) -> Sizes:

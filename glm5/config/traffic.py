@@ -115,6 +115,9 @@ def _pipeline(step: RankStep) -> Iterator[Traffic]:
         states = sum(received_states(span, step.forward.depths) for span in step.spans)
         back = states * step.forward.tokens * step.config.hidden_size * step.forward.item
         yield Traffic("send", "gradients of pipeline stages", back * s.parts, 2, s.ranks)
+        holders = {i % s.pp for i, span in enumerate(step.all_spans) if span.embeds or span.mtp}
+        if len(holders) > 1 and step.rank in holders:
+            yield Traffic("send", "gradients of the embedding's copy", WIDE * step.embedding.learned_held, 2, s.ranks)
 
 
 def _experts(step: RankStep) -> Iterator[Traffic]:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from glm5.config.pipeline import Span
-from glm5.config.pipeline_schedule import Action, make_schedule
+from glm5.config.pipeline_schedule import Action, Schedule, make_schedule, turns
 from glm5.model.context import ForwardContext
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.model.layers import Linear
@@ -31,44 +30,76 @@ CHANNELS = 4
 """Process groups between the stages: forward and backward, from even and from odd ranks. On each, all transfers between
 two ranks go one way, in an order that both know; a communicator of NCCL needs that."""
 
-_schedule = lru_cache(make_schedule)
+
+@lru_cache
+def _schedule(pp: int, chunks: int, micros: int, deferred: int) -> tuple[Schedule, dict[tuple[bool, int, int], int]]:
+    schedule = make_schedule(pp, chunks, micros, deferred)
+    return schedule, turns(schedule)
+
+
+LAST = 1 << 62
+"""A turn after all others."""
+
+
+class Sent(NamedTuple):
+    """A tensor on its way: the other rank receives it in its action number `turn`."""
+
+    turn: int
+    work: Any
+    tensor: Tensor
 
 
 class StageLinks:
     """Transfers between the ranks that compute the same rows in different stages. `ranks`: their global numbers;
-    `index`: this rank's place among them; `groups`: one for each of CHANNELS."""
+    `index`: this rank's place among them; `groups`: one for each of CHANNELS.
+
+    What is sent must not change and stays in memory until the other rank has it. That is known when something arrives
+    that the other rank has sent later (`turn`: places in the other rank's schedule). gloo's sends do not tell.
+    """
 
     def __init__(self, ranks: Sequence[int], index: int, groups: Sequence[dist.ProcessGroup], device: torch.device):
         self.ranks, self.index, self.groups, self.device = ranks, index, groups, device
         self.waited = 0.0
-        self._sent: deque[tuple[Any, Tensor]] = deque()
+        self._sent: dict[int, list[Sent]] = {rank: [] for rank in range(len(ranks))}
 
     def rank_of(self, stage: int) -> int:
         """The place of the rank that has a stage."""
         return stage % len(self.ranks)
 
-    def send(self, tensor: Tensor, stage: int, backward: bool = False) -> None:
-        """Start to send to the rank of `stage`; the tensor must not change until `flush`."""
-        while self._sent and self._sent[0][0].is_completed():
-            self._sent.popleft()
+    def send(self, tensor: Tensor, stage: int, turn: int, backward: bool = False) -> None:
+        """Start to send to the rank of `stage`, which receives it in its action number `turn`."""
+        other = self.rank_of(stage)
         tensor, group = tensor.contiguous(), self._channel(self.index, backward)
         with lost_ranks():
-            self._sent.append((dist.isend(tensor, self.ranks[self.rank_of(stage)], group=group), tensor))
+            self._sent[other].append(Sent(turn, dist.isend(tensor, self.ranks[other], group=group), tensor))
 
-    def receive(self, stage: int, shape: tuple[int, ...], dtype: torch.dtype, backward: bool = False) -> Tensor:
-        """The next tensor from the rank of `stage`."""
+    def receive(
+        self, stage: int, turn: int, shape: tuple[int, ...], dtype: torch.dtype, backward: bool = False
+    ) -> Tensor:
+        """The next tensor from the rank of `stage`, which sends it at the end of its action number `turn`."""
         source, out = self.rank_of(stage), torch.empty(shape, dtype=dtype, device=self.device)
         began = time.perf_counter()
         with lost_ranks():
             dist.recv(out, self.ranks[source], group=self._channel(source, backward))
+            self._forget(source, turn)
         self.waited += time.perf_counter() - began
         return out
 
     def flush(self) -> None:
         """Wait until everything is sent."""
         with lost_ranks():
-            while self._sent:
-                self._sent.popleft()[0].wait()
+            for other in self._sent:
+                self._forget(other, LAST)
+
+    def _forget(self, other: int, turn: int) -> None:
+        """Free what the rank `other` has received in its actions up to `turn`."""
+        kept = []
+        for one in self._sent[other]:
+            if one.turn <= turn:
+                one.work.wait()
+            else:
+                kept.append(one)
+        self._sent[other] = kept
 
     def broadcast(self, tensor: Tensor, stage: int) -> Tensor:
         """The tensor of the rank of `stage`, on all ranks of the pipeline."""
@@ -113,12 +144,14 @@ class Pipeline:
         self.computing = False
         self.trace: list[tuple[Action, float, float, float]] | None = None
         self._passes: dict[tuple[int, int], tuple[StagePass, Tensor]] = {}
+        self._turns: dict[tuple[bool, int, int], int] = {}
 
     def accumulate(self, parts: Sequence[P], work: Callable[[P, StagePass], Tensor]) -> list[Tensor]:
         """Forward and backward of all micro-batches; without gradients, only forward. `work` computes a stage's part of
         the loss. Gradients are the parameters' `grad` afterwards. Returns the loss of each micro-batch, over all
         stages."""
-        plan = _schedule(len(self.links.ranks), len(self.own), len(parts), self.deferred)[self.links.index]
+        schedule, self._turns = _schedule(len(self.links.ranks), len(self.own), len(parts), self.deferred)
+        plan = schedule[self.links.index]
         if not torch.is_grad_enabled():
             plan = tuple(action for action in plan if action.kind == "F")
         losses = torch.zeros(len(parts), device=self.model.device)
@@ -128,7 +161,7 @@ class Pipeline:
                 for action in plan:
                     self._act(action, parts, work, losses)
                 self.links.flush()
-                self.gradients.finish()
+            self.gradients.finish()
         finally:
             self.computing = False
             self._passes.clear()
@@ -157,14 +190,14 @@ class Pipeline:
             self.trace.append((action, began, time.perf_counter(), self.links.waited - waited))
 
     def _forward(self, action: Action, part: P, work: Callable[[P, StagePass], Tensor]) -> Tensor:
-        stage_pass = StagePass(
-            self.spans[action.stage], partial(self.links.receive, action.stage - 1), self.differentiable
-        )
+        before, after = (self._turns.get((False, action.stage + step, action.micro), LAST) for step in (-1, 1))
+        receive = partial(self.links.receive, action.stage - 1, before)
+        stage_pass = StagePass(self.spans[action.stage], receive, self.differentiable)
         loss = work(part, stage_pass)
         for state in stage_pass.sent:
-            self.links.send(state.detach(), action.stage + 1)
+            self.links.send(state.detach(), action.stage + 1, after)
         if stage_pass.indices is not None:
-            self.links.send(stage_pass.indices, action.stage + 1)
+            self.links.send(stage_pass.indices, action.stage + 1, after)
         if torch.is_grad_enabled():
             self._passes[action.stage, action.micro] = stage_pass, loss
         return loss.detach()
@@ -173,8 +206,9 @@ class Pipeline:
         stage_pass, loss = self._passes.pop((action.stage, action.micro))
         roots: list[Tensor] = [loss] if loss.requires_grad else []
         gradients: list[Tensor | None] = [None] if loss.requires_grad else []
+        after, before = (self._turns.get((True, action.stage + step, action.micro), LAST) for step in (1, -1))
         for state in stage_pass.sent if self.differentiable else ():
-            arrived = self.links.receive(action.stage + 1, tuple(state.shape), state.dtype, backward=True)
+            arrived = self.links.receive(action.stage + 1, after, tuple(state.shape), state.dtype, backward=True)
             if state.requires_grad:
                 roots.append(state)
                 gradients.append(arrived)
@@ -182,7 +216,7 @@ class Pipeline:
             torch.autograd.backward(roots, gradients)
         for state in stage_pass.received if self.differentiable else ():
             gradient = torch.zeros_like(state) if state.grad is None else state.grad
-            self.links.send(gradient, action.stage - 1, backward=True)
+            self.links.send(gradient, action.stage - 1, before, backward=True)
 
     def _sum_copies(self) -> None:
         """Sum the gradients of the embedding over its two copies: the first stage's, and that of the stage with MTP."""
@@ -196,9 +230,8 @@ class Pipeline:
             parameter.grad = torch.zeros_like(parameter)
         (other,) = holders - {self.links.index}
         own: Tensor = parameter.grad.to_local()
-        self.links.send(own.clone(), other)
-        own.add_(self.links.receive(other, tuple(own.shape), own.dtype))
-        self.links.flush()
+        self.links.send(own.clone(), other, LAST)
+        own.add_(self.links.receive(other, LAST, tuple(own.shape), own.dtype))
 
     @contextmanager
     def relayed(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ The same tasks run in a world of one, which is what the others are compared with
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -13,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,16 @@ from benchmarks._alive import Alive
 from glm5.config.optim import OptimConfig
 from glm5.config.parallel import Layout
 from glm5.config.recipe import GradientStage
+from glm5.config.step_memory import RankStep
+from glm5.config.step_setting import gradient_setting
+from glm5.config.traffic import step_traffic
 from glm5.data.packing import Batch, StepBatches
 from glm5.model.compiled_layer import CompiledLayer
 from glm5.model.context import ForwardContext
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.model.pipeline_stage import stage_modules
 from glm5.obs.metrics import NullMetrics
+from glm5.ops.narrow import CPU_HAS_BF16
 from glm5.optim.distributed import local
 from glm5.parallel.fsdp import RUN
 from glm5.parallel.mesh import TorchRanks
@@ -340,6 +345,49 @@ def gradient_bytes(task: dict[str, Any], ranks: Ranks) -> list[dict[str, float]]
     return ranks.gather({"peak": float(alive.peak), "formula": formula, "stages": float(len(sizes))})
 
 
+def step_bytes(task: dict[str, Any], ranks: Ranks) -> list[dict[str, Any]]:
+    """Of every rank: the most bytes of tensors in two steps and the bytes sent in the second, each beside the
+    prediction."""
+    depths, rows, length = task["depths"], task["rows"], task["length"]
+    ids = torch.randint(0, 500, (rows, length), generator=torch.Generator().manual_seed(0))
+    batch = Batch(ids, torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool))
+    io = StageIO("stage", Path(task["out"]), NullMetrics(), lambda n, numbers: None, ranks)
+    options = stage(**task["options"], rows=rows, row_length=length, micro_rows=1)
+    watch = Watch()
+
+    def plain(model: GLM5ForCausalLM, batch: Batch, ctx: ForwardContext) -> tuple[Tensor, StepMetrics]:
+        return language_loss(model, batch, ctx, mtp_weight=0.3, mtp_depths=depths)
+
+    sent = 0
+    isend = torch.distributed.isend
+
+    def counted(tensor: Tensor, *args: Any, **named: Any) -> Any:
+        nonlocal sent
+        sent += tensor.nbytes
+        return isend(tensor, *args, **named)
+
+    torch.distributed.isend = counted
+    with Alive() as alive:
+        model = ranks.load(Path(task["start"]))
+        config = model.config
+        trainer = Trainer(model, options, io, watch if config.use_dsa else plain, lambda name: True, 0.0)
+        gc.collect()
+        alive.phase()
+        for number in range(2):
+            sent = 0
+            assert trainer.step(number, batch)["skipped"] == 0
+            watch.routes.clear()
+        peak = alive.phase()["peak"]
+    setting = gradient_setting(options, config, ranks.layout, ranks.world, cpu=True)  # type: ignore[attr-defined]
+    forward = replace(setting.forward, depths=depths, bf16_products=CPU_HAS_BF16)
+    if config.use_dsa:
+        forward = replace(forward, depths=2, learns_index=True, balance=True)
+    step = RankStep(config, replace(setting, forward=forward), rank=getattr(ranks, "_index", 0))
+    told = sum(one.bytes for one in step_traffic(step) if one.kind == "send")
+    most = step.peak()
+    return ranks.gather({"peak": peak, "predicted": most.bytes, "where": str(most), "sent": sent, "told": told})
+
+
 def refuse(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """What every rank says when one of them cannot save, and what is on disk then."""
     from glm5.errors import Glm5Error
@@ -529,6 +577,7 @@ def live(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
 TASKS = {
     "follow": follow, "gradients": gradients, "run": run, "fail": fail, "refuse": refuse, "policy": policy,
     "live": live, "sft_rows": sft_rows, "exchanges": exchanges, "spoilt": spoilt, "gradient_bytes": gradient_bytes,
+    "step_bytes": step_bytes,
 }  # fmt: skip
 
 
