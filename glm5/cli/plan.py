@@ -10,7 +10,8 @@ from typer.core import TyperGroup
 from glm5.cli.options import Json, Overrides, Recipe, app, show
 
 Devices = Annotated[str, typer.Option(help="a100, h100, h800, h200, b200, mi300x, ascend-910b or ascend-910c.")]
-
+MOST = 1 << 20
+"""Devices."""
 
 PricePerHour = Annotated[float | None, typer.Option(min=0.0, help="Of one device; adds the cost.")]
 
@@ -31,7 +32,7 @@ app.add_typer(plan_app, name="plan")
 @plan_app.command()
 def recipe(
     recipe: Recipe,
-    gpus: Annotated[int, typer.Option(min=1, help="Processes, each with a device of its own.")] = 1,
+    gpus: Annotated[int, typer.Option(min=1, max=MOST, help="Processes, each with a device of its own.")] = 1,
     device: Devices = "h100",
     mfu: Annotated[float, typer.Option(help="Assumed share of the peak rate.")] = 0.15,
     layouts: Annotated[
@@ -61,7 +62,7 @@ def recipe(
 @plan_app.command()
 def layouts(
     model: Annotated[str, typer.Argument(help="A preset such as glm5, or a checkpoint's folder.")] = "glm5",
-    gpus: Annotated[int, typer.Option(min=1, help="Devices in all.")] = 256,
+    gpus: Annotated[int, typer.Option(min=1, max=MOST, help="Devices in all.")] = 256,
     device: Devices = "h100",
     rows: Annotated[int, typer.Option(min=1, help="Rows of an optimizer step.")] = 16_384,
     row_length: Annotated[int, typer.Option(min=2, help="Tokens of a row.")] = 4096,
@@ -91,7 +92,7 @@ def layouts(
 @plan_app.command()
 def serve(
     model: Annotated[str, typer.Argument(help="A checkpoint's folder, or a preset such as glm5.")],
-    gpus: Annotated[int, typer.Option(min=1, help="Devices in all.")] = 1,
+    gpus: Annotated[int, typer.Option(min=1, max=MOST, help="Devices in all.")] = 1,
     device: Devices = "h100",
     tp: Annotated[int, typer.Option(min=1, help="Devices that share the weights of an engine.")] = 1,
     quantize: Annotated[str | None, typer.Option(help="As for `glm5 serve`: int8, int4, fp8, or a scheme.")] = None,

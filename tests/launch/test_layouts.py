@@ -181,3 +181,4 @@ def test_the_command(tmp_path: object) -> None:
     found = json.loads(CliRunner().invoke(app, [*options, "--json"]).output)
     assert found["best"][0]["cost_per_million_tokens"] > 0 and found["legal"] > len(found["best"])
     assert {"kind", "what", "bytes", "link"} <= found["best"][0]["traffic"][0].keys()
+    assert CliRunner().invoke(app, ["plan", "layouts", "nano", "--gpus", "1000000000"]).exit_code == 2
