@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import sys
 import threading
@@ -24,7 +25,7 @@ from glm5.serve.router.pool import UPDATE, WorkerPool
 from glm5.serve.router.process import WorkerJob
 from glm5.serve.router.workers import Health, Worker, WorkerError
 
-PARTS = ("ray_actors", "ray_cluster", "ray_services", "ray_fleet")
+PARTS = ("ray_actors", "ray_cluster", "ray_services", "ray_engines", "ray_fleet", "ray_pool")
 Method = Callable[..., Coroutine[Any, Any, Any]]
 
 
@@ -102,10 +103,13 @@ def test_an_actor_without_its_run_ends(ray: Any, monkeypatch: pytest.MonkeyPatch
     assert ends[0] - began >= 2.5
 
 
-def test_a_push_does_not_wait_for_a_silent_actor(ray: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_push_does_not_wait_for_a_silent_actor(
+    ray: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The pool then replaces the engine, although it still answers heartbeats itself."""
+    (tmp_path / "config.json").write_text("{}")
     from glm5.rollout import ray_cluster
-    from glm5.rollout.ray_fleet import RayFleet, RayWorker
+    from glm5.rollout.ray_engines import RayEngines, RayWorker
 
     monkeypatch.setattr(ray_cluster, "LEASE_SECONDS", 0.2)
     monkeypatch.setattr(ray_cluster, "BEAT_SECONDS", 0.02)
@@ -117,11 +121,13 @@ def test_a_push_does_not_wait_for_a_silent_actor(ray: Any, monkeypatch: pytest.M
 
     async def push() -> None:
         nonlocal frozen
-        fleet = RayFleet(Path("."), EngineOptions(), Limits(), Launch(backend="ray", transport="disk"))
+        job = WorkerJob("", "", None, Limits(), EngineOptions())
+        engines = RayEngines(Launch(backend="ray", transport="disk"), lambda: job)
         actor: Any = Actor(beat=beat, update=never, wait=never, end=done)
         pulse = ray_cluster.Pulse(actor, "engine 0")
-        worker = RayWorker(0, actor, "n", {"url": "http://127.0.0.1:1", "pid": 1}, "k", fleet, pulse)
-        told = asyncio.ensure_future(worker.tell("POST", UPDATE, b'{"model_path": "/x"}'))
+        news = {"url": "http://127.0.0.1:1", "pid": 1}
+        worker = RayWorker(0, actor, node(), news, "k", engines, pulse, 900.0)
+        told = asyncio.ensure_future(worker.tell("POST", UPDATE, json.dumps({"model_path": str(tmp_path)}).encode()))
         await asyncio.sleep(0.5)
         assert not told.done()  # it answers, and may take its time
         frozen = True
