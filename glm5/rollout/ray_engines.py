@@ -29,6 +29,8 @@ from glm5.serve.router.pool import UPDATE
 from glm5.serve.router.process import WorkerJob
 from glm5.serve.router.workers import CONNECTIONS, Health, Worker, check_news
 
+# Else Ray prints about engines that wait for room on stdout, which belongs to the command; the log says it too.
+os.environ.setdefault("RAY_SCHEDULER_EVENTS", "0")
 try:
     import ray
     from ray.exceptions import ActorDiedError, RayError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,9 @@ class RayPool(WorkerPool):
 
 
 def settings(address: str, gpus: float | None, threads: int | None, shared: bool) -> Launch:
-    """What `--ray` and the options beside it say. Raises UsageError for a number of GPUs that Ray does not reserve."""
+    """What `--ray` and the options beside it say; "auto" is the cluster of RAY_ADDRESS, or the one of this machine.
+    Raises UsageError for a number of GPUs that Ray does not reserve."""
+    address = os.environ.get("RAY_ADDRESS") or address if address == "auto" else address
     fields: dict[str, Any] = {"ray_address": address, "engine_gpus": gpus, "engine_threads": threads}
     try:
         return Launch(backend="ray", transport="disk" if shared else "memory", **fields)
