@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,9 @@ class RayPool(WorkerPool):
         super().__init__(count, replace(job, directory=str(directory)), patience, self._engines.launch, most=most)
 
     async def start(self, first: bool = True) -> None:
+        before = signal.getsignal(signal.SIGTERM)
         self._engines.join()
+        signal.signal(signal.SIGTERM, before)  # Ray's own handler prints a stack, and changes the exit code
         await super().start(first=first)
 
     async def close(self, seconds: float = 5.0) -> None:
