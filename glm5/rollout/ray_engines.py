@@ -137,7 +137,7 @@ class RayEngines:
     async def _placed(self, rank: int) -> tuple[Any, dict[str, str]]:
         """A new actor for an engine, and its node; waits until one has room."""
         # Ray takes a while to notice that a node is gone, and would choose it again.
-        gone = self.lost.pop(rank, "")
+        gone = self.lost.get(rank, "")
         others = {"ray.io/node-id": f"!in({gone})"} if gone and nodes() > 1 else None
         while True:
             kind = ray.remote(max_concurrency=CALLS, scheduling_strategy="SPREAD", label_selector=others, **self._room)
@@ -151,6 +151,7 @@ class RayEngines:
                     await asyncio.wait((placing,))
                 if placing.done():
                     node, placed = placing.result(), True
+                    self.lost.pop(rank, None)
                     return actor, node
                 others = None
             except RayError as error:
