@@ -47,7 +47,8 @@ class RayPool(WorkerPool):
     async def start(self, first: bool = True) -> None:
         before = signal.getsignal(signal.SIGTERM)
         self._engines.join()
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)  # Ray's own handler prints a stack, and changes the exit code
+        # Ray's own handler prints a stack, and changes the exit code.
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
         await super().start(first=first)
 
     async def close(self, seconds: float = 5.0) -> None:
