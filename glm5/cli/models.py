@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -159,6 +160,19 @@ def serve(
     expert_parallel: Annotated[
         bool, typer.Option("--expert-parallel", help="Divide the experts among the --dp engines, which step together.")
     ] = False,
+    ray: Annotated[
+        str | None,
+        typer.Option(help='Engines on all nodes of a Ray cluster: HOST:PORT of its head, or "auto", or "local".'),
+    ] = None,
+    ray_shared: Annotated[
+        bool, typer.Option("--ray-shared", help="With --ray: all nodes see the checkpoint; else it is sent to them.")
+    ] = False,
+    engine_gpus: Annotated[
+        float | None, typer.Option(min=0, help="With --ray: GPUs per engine; default: --tp, if the cluster has any.")
+    ] = None,
+    engine_threads: Annotated[
+        int | None, typer.Option(min=1, help="With --ray: CPUs per process; default: OMP_NUM_THREADS, or 1.")
+    ] = None,
     prefill_engines: Annotated[
         int, typer.Option(min=0, help="Engine processes that only read prompts, for --decode-engines.")
     ] = 0,
@@ -235,14 +249,21 @@ def serve(
         raise UsageError("Give both --prefill-engines and --decode-engines, and no --dp; or neither.")
     if expert_parallel and dp == 1:
         raise UsageError("--expert-parallel divides the experts among several engines; give --dp too.")
+    if ray is None and (ray_shared or engine_gpus is not None or engine_threads is not None):
+        raise UsageError("--ray-shared, --engine-gpus and --engine-threads go with --ray only.")
     engines = prefill_engines + decode_engines or dp
-    if engines == 1 and (max_engines or 1) == 1:
+    if engines == 1 and (max_engines or 1) == 1 and ray is None:
         from glm5.serve.app import run
 
         run(model, host, port, key, access=access, limits=limits, options=options, prefill_servers=servers)
     else:
         from glm5.serve.router.app import run as route
 
+        given: dict[str, Any] = {}
+        if ray is not None:
+            from glm5.rollout.ray_pool import RayPool, settings
+
+            given["pool"] = partial(RayPool, launch=settings(ray, engine_gpus, engine_threads, ray_shared))
         route(
             model,
             host,
@@ -255,6 +276,7 @@ def serve(
             limits=limits,
             options=options,
             prefill_servers=servers,
+            **given,
         )
 
 

@@ -24,6 +24,10 @@ LOCK, COMPLETE = "lock", "complete"
 SHARED_MEMORY = Path("/dev/shm")
 SHARE = 4
 """Shared memory must have this many times the size of the files, else they go to the folder for temporary files."""
+KINDS = (".safetensors", ".json", ".jinja")
+"""Kinds of files that a checkpoint is read from."""
+WHOLE, SAMPLES, SAMPLE = 1 << 20, 16, 1 << 14
+"""Of files beyond `WHOLE` bytes a fingerprint has as many samples of as many bytes."""
 Piece = tuple[str, int, str]
 """Name of the file that it belongs to, bytes, SHA-256. The pieces of a file are in order and next to each other."""
 
@@ -151,6 +155,29 @@ def _write(folder: Path, pieces: Sequence[Piece], read: Callable[[int], Any]) ->
         written = name
         del piece
     (folder / COMPLETE).touch()
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    """The files of a checkpoint. Raises EngineError for a folder without any, OSError for one that cannot be read."""
+    found = sorted(path for path in folder.iterdir() if path.suffix in KINDS and path.is_file())
+    if not found:
+        raise EngineError(f"{folder} has no files of a checkpoint ({', '.join(KINDS)}).")
+    return found
+
+
+def fingerprint(folder: Path) -> str:
+    """SHA-256 over names and sizes of a checkpoint's files and their content; of large ones over samples of it, their
+    first and last bytes among them. Raises like `checkpoint_files`."""
+    found = hashlib.sha256()
+    for path in checkpoint_files(folder):
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            found.update(json.dumps([path.name, size]).encode())
+            offsets = [0] if size <= WHOLE else [(size - SAMPLE) * i // (SAMPLES - 1) for i in range(SAMPLES)]
+            for offset in offsets:
+                file.seek(offset)
+                found.update(file.read(WHOLE if size <= WHOLE else SAMPLE))
+    return found.hexdigest()
 
 
 def digest(data: Any) -> str:

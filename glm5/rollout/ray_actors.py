@@ -22,16 +22,16 @@ import httpx
 import ray
 
 from glm5 import __version__
-from glm5.errors import Glm5Error
+from glm5.errors import EngineError, Glm5Error
 from glm5.process import python_path
-from glm5.rollout.node_files import Piece, arrived, remove_leftovers
+from glm5.rollout.node_files import Piece, arrived, fingerprint, remove_leftovers
 from glm5.serve.router.pool import UPDATE
 from glm5.serve.router.workers import COMMAND, ending
 
 AHEAD = 4
 """Pieces that are on their way while one is written."""
-Files = tuple[Sequence[Piece], Sequence[Any]]
-"""Pieces of files, and the references to their bytes. Without pieces, the files are in a folder that all nodes see."""
+Files = tuple[Sequence[Piece], Sequence[Any], str]
+"""Pieces of files and the references to their bytes; or none, and the fingerprint of a folder that all nodes see."""
 
 
 LEASE_SECONDS = 60.0
@@ -78,18 +78,24 @@ class RayEngine(Leased):
         remove_leftovers()
 
     def start(self, job: str, threads: int, files: Files) -> dict[str, Any]:
-        """Start the process for a `WorkerJob`; what it says once it is ready, or `ended` if it said nothing."""
+        """Start the process for a `WorkerJob`; what it says once it is ready, or `ended` if it said nothing. Like it,
+        `error` if its files are not to be had here."""
         fields = json.loads(job)
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": python_path()}
-        with self._folder(fields["directory"], files) as directory:
-            self._process = subprocess.Popen(
-                COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
-            )
-            assert self._process.stdin is not None and self._process.stdout is not None
-            with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.write(json.dumps(fields | {"directory": directory}).encode() + b"\n")
-                self._process.stdin.flush()
-            line = self._process.stdout.readline()
+        try:
+            with self._folder(fields["directory"], files) as directory:
+                self._process = subprocess.Popen(
+                    COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
+                )
+                assert self._process.stdin is not None and self._process.stdout is not None
+                # The engine goes by the name of the folder that it was told, and not by that of a copy.
+                given = fields | {"directory": directory, "source": fields["directory"]}
+                with contextlib.suppress(BrokenPipeError):
+                    self._process.stdin.write(json.dumps(given).encode() + b"\n")
+                    self._process.stdin.flush()
+                line = self._process.stdout.readline()
+        except (Glm5Error, OSError) as error:
+            return {"error": str(error), "exit_code": 1}
         if not line:
             return {"ended": ending(self._process.wait())}
         self._client.headers["authorization"] = f"Bearer {fields['key']}"
@@ -128,8 +134,9 @@ class RayEngine(Leased):
 
     @contextlib.contextmanager
     def _folder(self, path: str, files: Files) -> Iterator[str]:
-        pieces, references = files
+        pieces, references, seen = files
         if not pieces:
+            self._check(Path(path), seen)
             yield path
             return
 
@@ -139,6 +146,16 @@ class RayEngine(Leased):
 
         with self._loading, arrived(self._run, pieces, read) as folder:
             yield str(folder)
+
+    def _check(self, folder: Path, seen: str) -> None:
+        """Raise EngineError unless the folder is the same here."""
+        with contextlib.suppress(OSError, EngineError):
+            if fingerprint(folder) == seen:
+                return
+        raise EngineError(
+            f"The node {ray.util.get_node_ip_address()} does not see the checkpoint {folder}, or has other files "
+            "there; every node must see the same folder, or have its files sent."
+        )
 
 
 class RayService(Leased):

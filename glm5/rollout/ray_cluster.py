@@ -57,7 +57,8 @@ def join(address: str) -> None:
         told = first_sentence(error)
         if isinstance(error, ConnectionError) and error.errno is None:  # Ray's own, which names no cause
             told += "; if it runs, its token may be another one (RAY_AUTH_TOKEN)."
-        raise EngineError(f"Cannot connect to the Ray cluster {named}: {told}") from None
+        where = "of this machine" if named == "auto" else named
+        raise EngineError(f"Cannot connect to the Ray cluster {where}: {told}") from None
     found = ray.cluster_resources()
     log.warning("Ray: %d nodes, %g CPUs, %g GPUs.", nodes(), found.get("CPU", 0), found.get("GPU", 0))
 

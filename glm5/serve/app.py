@@ -147,10 +147,16 @@ def load_defaults(directory: Path) -> SamplingParams:
 
 
 def load_app(
-    directory: Path, limits: Limits, options: EngineOptions, *, model_name: str | None = None, **rest: Any
+    directory: Path,
+    limits: Limits,
+    options: EngineOptions,
+    *,
+    model_name: str | None = None,
+    source: Path | None = None,
+    **rest: Any,
 ) -> FastAPI:
-    """The application for a checkpoint directory; `rest` goes to `create_app`. Raises CheckpointError for a directory
-    without a model or a matching tokenizer."""
+    """The application for a checkpoint directory, which goes by the name of `source` if it is a copy of it; `rest` goes
+    to `create_app`. Raises CheckpointError for a directory without a model or a matching tokenizer."""
     engine = in_own_thread(partial(Engine.from_pretrained, directory, **asdict(options)))
     if engine.tokenizer is None:
         raise CheckpointError(f"{directory} has no tokenizer.json; the server needs one to read and write text.")
@@ -160,14 +166,14 @@ def load_app(
         )
     template = engine.tokenizer.chat_format
     log.log(WARNING if template.guessed else INFO, "Chat template: %s.", template.describe())
-    name, defaults = model_name or directory.resolve().name, load_defaults(directory)
+    source, defaults = (source or directory).resolve(), load_defaults(directory)
     return create_app(
         engine,
         engine.tokenizer,
-        model_name=name,
+        model_name=model_name or source.name,
         defaults=defaults,
         limits=limits,
-        tokenizer_path=str(directory.resolve()),
+        tokenizer_path=str(source),
         **rest,
     )
 

@@ -1,5 +1,6 @@
 """A Ray cluster of simulated nodes on this machine, for `test_ray.py`. Prints the address of its head; then each line
-of stdin changes it: `add CPUS`, or `kill`, which kills the first node that is not the head. Ends with stdin."""
+of stdin changes it: `add CPUS`, or `kill`, which kills the first node that is not the head, or `kill ID`. Ends with
+stdin."""
 
 import signal
 import sys
@@ -18,6 +19,10 @@ if __name__ == "__main__":
                 nodes.append(cluster.add_node(num_cpus=int(cpus), object_store_memory=STORE))
             case ["kill"]:
                 nodes.pop(0).kill_raylet(check_alive=False)
+            case ["kill", node]:
+                (gone,) = (one for one in nodes if one.node_id == node)
+                nodes.remove(gone)
+                gone.kill_raylet(check_alive=False)
         print("done", flush=True)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # its own processes get it
     cluster.shutdown()

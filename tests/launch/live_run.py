@@ -196,8 +196,8 @@ class LiveRun:
         self.check_no_process_left()
         assert not list(Path("/dev/shm").glob(weights_prefix(self.stage) + "*"))
 
-    def check_no_process_left(self) -> None:
-        deadline = time.monotonic() + 20
+    def check_no_process_left(self, seconds: float = 20) -> None:
+        deadline = time.monotonic() + seconds
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert not left, [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left]

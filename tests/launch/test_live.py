@@ -260,7 +260,8 @@ optim = { steps = 1, lr = 1e-4 }
 
 def test_a_run_on_ray_names_the_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "glm5.rollout.ray_fleet", raising=False)
+    for name in ("ray_fleet", "ray_engines"):
+        monkeypatch.delitem(sys.modules, f"glm5.rollout.{name}", raising=False)
     with pytest.raises(MissingExtraError, match=r"pip install 'glm5\[ray\]'"):
         importlib.import_module("glm5.rollout.ray_fleet")
     (tmp_path / "ray.toml").write_text(RAY)

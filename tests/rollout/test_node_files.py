@@ -14,7 +14,7 @@ import pytest
 
 from glm5.errors import EngineError
 from glm5.rollout import node_files
-from glm5.rollout.node_files import Piece, arrived, digest, remove_leftovers
+from glm5.rollout.node_files import Piece, arrived, digest, fingerprint, remove_leftovers
 
 DATA = [b"one", b"two", b"", b"three"]
 PIECES: list[Piece] = [
@@ -38,6 +38,32 @@ def test_files_are_there_for_the_time_of_the_block(folders: Path) -> None:
         assert folder.stat().st_mode & 0o777 == 0o700
         found = {path.name: path.read_bytes() for path in folder.iterdir()}
         assert (found["a"], found["b"], found["empty"]) == (b"onetwo", b"three", b"")
+
+
+def test_the_fingerprint_of_a_checkpoint(tmp_path: Path) -> None:
+    """Equal for the same files under any path. Other files beside them do not matter."""
+    weights, found = bytearray(3 << 20), set[str]()
+    for name in ("one", "two"):
+        folder = tmp_path / name
+        (folder / "more").mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_bytes(weights)
+        (folder / f"{name}.txt").write_text("notes")
+        found.add(fingerprint(folder))
+    assert len(found) == 1
+    weights[-1] = 1
+    for file, data in (
+        ("model.safetensors", weights),  # its last byte
+        ("model.safetensors", weights + b"0"),
+        ("config.json", b"[]"),
+        ("a.json", b"1"),
+        ("b.json", b""),
+    ):
+        (folder / file).write_bytes(data)
+        found.add(fingerprint(folder))
+    assert len(found) == 6
+    with pytest.raises(EngineError, match="no files of a checkpoint"):
+        fingerprint(folder / "more")
 
 
 def test_processes_of_a_machine_share_a_folder() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -15,16 +17,19 @@ from typing import Any
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
 from glm5 import rollout
+from glm5.cli import app as cli
 from glm5.config.launch import Launch, ServiceConfig
-from glm5.errors import EngineError
+from glm5.config.model import GLM5Config
+from glm5.errors import ConfigError, EngineError, UsageError
 from glm5.serve.options import EngineOptions, Limits
 from glm5.serve.router.pool import UPDATE, WorkerPool
 from glm5.serve.router.process import WorkerJob
 from glm5.serve.router.workers import Health, Worker, WorkerError
 
-PARTS = ("ray_actors", "ray_cluster", "ray_services", "ray_fleet")
+PARTS = ("ray_actors", "ray_cluster", "ray_services", "ray_engines", "ray_fleet", "ray_pool")
 Method = Callable[..., Coroutine[Any, Any, Any]]
 
 
@@ -102,10 +107,11 @@ def test_an_actor_without_its_run_ends(ray: Any, monkeypatch: pytest.MonkeyPatch
     assert ends[0] - began >= 2.5
 
 
-def test_a_push_does_not_wait_for_a_silent_actor(ray: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_push_does_not_wait_for_a_silent_actor(ray: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The pool then replaces the engine, although it still answers heartbeats itself."""
+    (tmp_path / "config.json").write_text("{}")
     from glm5.rollout import ray_cluster
-    from glm5.rollout.ray_fleet import RayFleet, RayWorker
+    from glm5.rollout.ray_engines import RayEngines, RayWorker
 
     monkeypatch.setattr(ray_cluster, "LEASE_SECONDS", 0.2)
     monkeypatch.setattr(ray_cluster, "BEAT_SECONDS", 0.02)
@@ -117,11 +123,13 @@ def test_a_push_does_not_wait_for_a_silent_actor(ray: Any, monkeypatch: pytest.M
 
     async def push() -> None:
         nonlocal frozen
-        fleet = RayFleet(Path("."), EngineOptions(), Limits(), Launch(backend="ray", transport="disk"))
+        job = WorkerJob("", "", None, Limits(), EngineOptions())
+        engines = RayEngines(Launch(backend="ray", transport="disk"), lambda: job)
         actor: Any = Actor(beat=beat, update=never, wait=never, end=done)
         pulse = ray_cluster.Pulse(actor, "engine 0")
-        worker = RayWorker(0, actor, "n", {"url": "http://127.0.0.1:1", "pid": 1}, "k", fleet, pulse)
-        told = asyncio.ensure_future(worker.tell("POST", UPDATE, b'{"model_path": "/x"}'))
+        news = {"url": "http://127.0.0.1:1", "pid": 1}
+        worker = RayWorker(0, actor, node(), news, "k", engines, pulse, 900.0)
+        told = asyncio.ensure_future(worker.tell("POST", UPDATE, json.dumps({"model_path": str(tmp_path)}).encode()))
         await asyncio.sleep(0.5)
         assert not told.done()  # it answers, and may take its time
         frozen = True
@@ -131,6 +139,161 @@ def test_a_push_does_not_wait_for_a_silent_actor(ray: Any, monkeypatch: pytest.M
         await worker.kill()
 
     asyncio.run(asyncio.wait_for(push(), 10))
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_lost_node_breaks_what_is_in_flight(ray: Any, monkeypatch: pytest.MonkeyPatch, silent: bool) -> None:
+    """Nothing says that a connection to it is gone. Its request is not the cause, so it may go to another engine."""
+    from glm5.rollout import ray_cluster, ray_engines
+
+    monkeypatch.setattr(ray_engines, "KILL_SECONDS", 0.1)
+
+    async def ask() -> None:
+        job = WorkerJob("", "", None, Limits(), EngineOptions())
+        engines = ray_engines.RayEngines(Launch(backend="ray"), lambda: job)
+        held: list[asyncio.StreamWriter] = []
+
+        async def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n1")
+            held.append(writer)
+
+        async with await asyncio.start_server(begin, "127.0.0.1") as server:
+            port = server.sockets[0].getsockname()[1]
+            actor: Any = Actor(beat=done, wait=never, end=never if silent else done)
+            pulse = ray_cluster.Pulse(actor, "engine 0")
+            news = {"url": f"http://127.0.0.1:{port}", "pid": 1}
+            worker = ray_engines.RayWorker(0, actor, node(), news, "k", engines, pulse, 900.0)
+            async with worker.client.stream("GET", "/") as answer:
+                reading = asyncio.ensure_future(answer.aread())
+                await asyncio.sleep(0.05)
+                assert not reading.done()
+                worker.hung = True
+                await worker.kill()
+                with pytest.raises(httpx.TransportError):
+                    await reading
+            assert worker.hung != silent and actor.killed and engines.lost == ({0: "n"} if silent else {})
+            held[0].close()
+
+    asyncio.run(asyncio.wait_for(ask(), 10))
+
+
+def job_in(folder: Path, **options: Any) -> WorkerJob:
+    (folder / "config.json").write_text(json.dumps(GLM5Config.preset("nano").to_dict()))
+    return WorkerJob(str(folder), "", None, Limits(), EngineOptions(**options))
+
+
+@pytest.mark.parametrize(
+    ("options", "launch", "prefill", "message"),
+    [
+        ({}, {}, 1, "--prefill-engines"),
+        ({"ep": 2}, {}, 0, "--expert-parallel"),
+        ({"tp": 4}, {"engine_gpus": 2}, 0, "set --engine-gpus 4"),
+        ({"chat_template": __file__}, {}, 0, "not sent to the nodes"),
+    ],
+)
+def test_what_engines_of_several_machines_cannot_do(
+    ray: Any, tmp_path: Path, options: dict[str, Any], launch: dict[str, Any], prefill: int, message: str
+) -> None:
+    from glm5.rollout.ray_pool import RayPool, settings
+
+    with pytest.raises(UsageError, match=message):
+        RayPool(2, job_in(tmp_path, **options), launch=Launch(backend="ray", **launch), prefill=prefill)
+    for gpus in (1.5, float("inf")):
+        with pytest.raises(UsageError, match="--engine-gpus"):
+            settings("auto", gpus, None, False)
+    with pytest.raises(ConfigError, match="nowhere"):
+        RayPool(1, WorkerJob("/nowhere", "", None, Limits(), EngineOptions()), launch=Launch(backend="ray"))
+
+
+@pytest.mark.parametrize(
+    ("options", "gpus", "wanted"),
+    [
+        ({}, None, (2, 1.0)),
+        ({"tp": 4}, None, (8, 4.0)),
+        ({"device": "cpu"}, None, (2, 0.0)),
+        ({}, 0.5, (2, 0.5)),
+    ],
+)
+def test_what_a_node_must_have_room_for(
+    ray: Any, tmp_path: Path, options: dict[str, Any], gpus: float | None, wanted: tuple[int, float]
+) -> None:
+    """The engine starts with what the pool's job says, and its key."""
+    from glm5.rollout.ray_pool import RayPool, settings
+
+    asked: list[dict[str, Any]] = []
+    jobs: list[dict[str, Any]] = []
+    ray.cluster_resources = lambda: {"CPU": 8.0, "GPU": 4.0}
+    ray.put = lambda data: data
+    ray.init = ray.shutdown = lambda **_: None
+
+    async def start(job: str, threads: int, files: Any) -> dict[str, Any]:
+        jobs.append(json.loads(job) | {"threads": threads, "files": [piece[0] for piece in files[0]]})
+        return {"error": "it has no model", "exit_code": 1}
+
+    def make() -> Actor:
+        return Actor(node=here, beat=done, start=start, end=done)
+
+    ray.make = make
+    ray.remote = lambda **options: asked.append(options) or (lambda kind: SimpleNamespace(remote=lambda *_: make()))
+
+    async def serve() -> None:
+        pool = RayPool(1, job_in(tmp_path, **options), launch=settings("h", gpus, 2, False))
+        try:
+            with pytest.raises(WorkerError, match="it has no model"):
+                await pool.start()
+        finally:
+            await pool.close(0.1)
+
+    asyncio.run(asyncio.wait_for(serve(), 20))
+    assert (asked[0]["num_cpus"], asked[0]["num_gpus"]) == wanted
+    told = jobs[0]
+    assert told["directory"] == str(tmp_path.resolve()) and told["files"] == ["config.json"] and told["threads"] == 2
+    assert told["host"] == "h" and len(told["key"]) > 30 and told["socket"] == ""
+
+
+def test_the_command_line_takes_a_cluster(ray: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started: list[dict[str, Any]] = []
+    monkeypatch.setattr("glm5.serve.router.app.run", lambda *_, **given: started.append(given))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+    def serve(options: str) -> Any:
+        return CliRunner().invoke(cli, ["serve", str(tmp_path), *options.split()]).exception
+
+    from glm5.rollout.ray_pool import RayPool
+
+    for options, wanted in (
+        ("--ray auto", {"ray_address": "auto"}),
+        (
+            "--ray h:1 --dp 2 --ray-shared --engine-gpus 0.5 --engine-threads 3",
+            {"ray_address": "h:1", "transport": "disk", "engine_gpus": 0.5, "engine_threads": 3},
+        ),
+    ):
+        assert serve(options) is None
+        pool = started.pop()["pool"]
+        assert pool.func is RayPool and pool.keywords == {"launch": Launch(backend="ray", **wanted)}
+    monkeypatch.setenv("RAY_ADDRESS", "h:2")
+    assert serve("--ray auto") is None and started.pop()["pool"].keywords["launch"].ray_address == "h:2"
+    for options in ("--ray-shared", "--engine-gpus 1", "--engine-threads 2"):
+        assert "with --ray only" in str(serve(options))
+    _forget()
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert "pip install 'glm5[ray]'" in str(serve("--ray auto")) and not started
+
+
+def test_a_node_that_does_not_see_the_checkpoint_says_so(ray: Any, tmp_path: Path) -> None:
+    from glm5.rollout.node_files import fingerprint
+    from glm5.rollout.ray_actors import RayEngine
+
+    ray.util = SimpleNamespace(get_node_ip_address=lambda: "10.0.0.7")
+    job = job_in(tmp_path)
+    seen, engine = fingerprint(tmp_path), RayEngine("run")
+    (tmp_path / "config.json").write_text("{}")
+    for folder in (str(tmp_path), "/nowhere"):
+        told = engine.start(replace(job, directory=folder, key="k").to_json(), 1, ((), (), seen))
+        assert told["error"].startswith(f"The node 10.0.0.7 does not see the checkpoint {folder}"), told
+        status, text = engine.update(json.dumps({"model_path": folder}), ((), (), seen))
+        assert status == 500 and "10.0.0.7" in json.loads(text)["error"]["message"]
 
 
 class Idle(Worker):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -171,10 +171,11 @@ def run(
     options: EngineOptions | None = None,
     patience: Patience | None = None,
     prefill_servers: PrefillServers | None = None,
+    pool: Callable[..., WorkerPool] | None = None,
 ) -> None:
     """Serve a checkpoint directory with several engine processes until interrupted; port 0 is any free port. Prints the
     address when all are ready. The first `prefill` of the engines read prompts for the others. Up to `most` engines may
-    be asked for while it runs (default: as many as at the start).
+    be asked for while it runs (default: as many as at the start). `pool` makes another pool than one of this machine.
 
     Raises:
         UsageError: no engines, or none to decode; or the address is in use; or it is not an address of this machine; or
@@ -203,9 +204,9 @@ def run(
     servers = prefill_servers or PrefillServers()
     job = WorkerJob(str(directory), "", model_name, limits, options or EngineOptions(), prefill=servers)
     with bind(host, port) as listener, contextlib.suppress(KeyboardInterrupt):
-        kind = ExpertPool if job.options.ep > 1 else WorkerPool
-        pool = kind(engines, job, patience, prefill=prefill, most=most)
-        asyncio.run(_serve(pool, limits, listener, api_key, access, hosts))
+        kind = pool or (ExpertPool if job.options.ep > 1 else WorkerPool)
+        workers = kind(engines, job, patience, prefill=prefill, most=most)
+        asyncio.run(_serve(workers, limits, listener, api_key, access, hosts))
 
 
 def check_pages(directory: Path, tp: int) -> None:

@@ -33,6 +33,7 @@ class Place:
             "in_flight": worker.in_flight if worker else 0,
             "missed_heartbeats": worker.missed if worker else 0,
             "replaced": self.replaced,
+            **(worker.shown if worker else {}),
         }
 
 

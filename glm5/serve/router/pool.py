@@ -322,10 +322,12 @@ class WorkerPool:
             starting.cancel()
 
     async def _successor(self, place: Place, starting: Awaitable[Worker]) -> Worker | None:
-        """A new worker on the ring, or None after a failed start."""
+        """A new worker on the ring, or None after a failed start, and if the rank is drained meanwhile."""
         worker = None
         try:
-            worker = await starting
+            worker = await self._unless_drained(place, starting)
+            if worker is None:
+                return None
             async with self.pushing, asyncio.timeout(self.patience.start):  # one that hangs must not stop all pushes
                 await self._catch_up(worker)
                 self._enter(place, worker)
@@ -339,6 +341,26 @@ class WorkerPool:
             log.error("Engine process %d does not start: %s", place.rank, str(error) or type(error).__name__)
             place.state = "down"
             return None
+
+    async def _unless_drained(self, place: Place, starting: Awaitable[Worker]) -> Worker | None:
+        """The worker that starts; None if its rank is drained before. It may wait for its start without limit (see
+        `ray_engines`), and then nobody wants it any more."""
+        task, taken = asyncio.ensure_future(starting), False
+        try:
+            while not task.done() and place.wanted:
+                changed = asyncio.ensure_future(self._changed.wait())
+                try:
+                    await asyncio.wait((task, changed), return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    changed.cancel()
+            taken = task.done()
+            return task.result() if taken else None
+        finally:
+            if not taken:
+                task.cancel()
+                await asyncio.wait((task,))
+                if not task.cancelled() and task.exception() is None:
+                    await self._end(task.result())
 
     async def _launch_first(self, rank: int) -> Worker:
         """The first worker of a rank. One that is killed during its start is started again, a few times."""

@@ -29,7 +29,7 @@ KEEP_ALIVE_SECONDS = 3600
 class WorkerJob:
     """A worker's input: the model, whose weights have this `version`, and the Unix socket to answer on. With a `host`,
     it is a free port of this address instead, and requests need the `key`. `number` is its place among the workers, by
-    which it takes a device."""
+    which it takes a device. `source` is the directory by whose name the model goes, if the directory is a copy."""
 
     directory: str
     socket: str
@@ -40,6 +40,7 @@ class WorkerJob:
     key: str = ""
     version: int = 0
     number: int = 0
+    source: str = ""
     prefill: PrefillServers = field(default_factory=PrefillServers)
 
     def to_json(self) -> str:
@@ -91,7 +92,15 @@ def _serve(job: WorkerJob, control: TextIO) -> None:
         own_folder(Path(disk))
         disk = str(Path(disk) / f"engine-{job.number}")
     options = replace(job.options, disk_cache=disk, device=",".join(map(str, devices)), ep_rank=job.number)
-    app = load_app(Path(job.directory), limits, options, model_name=job.model_name, prefill=job.prefill, **access)
+    app = load_app(
+        Path(job.directory),
+        limits,
+        options,
+        model_name=job.model_name,
+        source=Path(job.source or job.directory),
+        prefill=job.prefill,
+        **access,
+    )
     app.state.service.thread.engine.weight_version = job.version
     with bind(job.host, 0) if job.host else socket.socket(socket.AF_UNIX) as listener:
         if not job.host:

@@ -31,9 +31,10 @@ PAUSE_SECONDS = 0.05
 """Pause before another attempt: time to notice that a process has ended."""
 NOT_PASSED_ON = frozenset(
     b"""connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding
-    upgrade content-length date server host expect authorization x-api-key x-glm5-prefill""".split()
+    upgrade content-length date server host expect authorization x-api-key x-glm5-prefill origin
+    sec-fetch-site""".split()
 )
-"""Headers that are not copied: those of a single connection, and the key, which only the router checks."""
+"""Headers that are not copied: those of a single connection, and what only the router checks: the key and the site."""
 LAST_EVENTS = tuple(
     f"event: {name}\n".encode()
     for name in ("message_stop", "error", "response.completed", "response.incomplete", "response.failed")
@@ -63,9 +64,9 @@ class Relay(Response):
         self._method = request.method
         self._path = path
         query = request.scope["query_string"]
-        target = path.encode("ascii") + (b"?" + query if query else b"")
+        self._target = path.encode("ascii") + (b"?" + query if query else b"")
         try:
-            self._url = httpx.URL(scheme="http", host="worker", raw_path=target)
+            Worker.url.copy_with(raw_path=self._target)
         except (httpx.InvalidURL, ValueError):
             raise ApiError(400, "The URL of the request is malformed.") from None
         self._passed_on = [pair for pair in request.scope["headers"] if pair[0] not in NOT_PASSED_ON]
@@ -111,10 +112,11 @@ class Relay(Response):
 
     async def _ask(self, worker: Worker, send: Send) -> None:
         """One attempt. Raises httpx.TransportError if the worker is lost before anything was sent."""
-        headers = self._passed_on
+        headers = [*self._passed_on, *((name.encode(), text.encode()) for name, text in worker.headers.items())]
         if self._affinity is not None and (sockets := self._pool.prefill_sockets(self._affinity, worker)):
             headers = [*headers, (PREFILL_HEADER.encode(), sockets.encode())]
-        request = httpx.Request(self._method, self._url, headers=headers, content=self._body)
+        url = worker.url.copy_with(raw_path=self._target)
+        request = httpx.Request(self._method, url, headers=headers, content=self._body)
         answer = await worker.client.send(request, stream=True)
         if answer.status_code == 500:
             self._pool.suspect(worker)  # its engine may have failed permanently

@@ -27,6 +27,7 @@ from glm5.serve.router.process import WorkerJob
 COMMAND = (sys.executable, "-P", "-m", "glm5.serve.router.process")
 LONGEST_SOCKET = 100
 """Maximum bytes of a socket path; the operating system allows little more."""
+CONNECTIONS = httpx.Limits(max_connections=None, max_keepalive_connections=256)
 
 Health = Literal["ok", "leaving", "failed", "silent"]
 """`leaving`: the worker was told to stop, finishes its answers and listens no more. `silent`: no answer came."""
@@ -72,7 +73,17 @@ class Process(Protocol):
 
 
 class Worker:
-    """A running process and the HTTP client to it."""
+    """A running process and the HTTP client to it.
+
+    Attributes:
+        url: where it answers; the host means nothing for a Unix socket.
+        headers: sent with every request.
+        shown: what the list of workers says about it besides its process.
+    """
+
+    url = httpx.URL("http://worker")
+    headers: Mapping[str, str] = {}
+    shown: Mapping[str, str] = {}
 
     def __init__(self, rank: int, process: Process, path: Path = Path()) -> None:
         self.rank = rank
@@ -90,17 +101,20 @@ class Worker:
 
     def connect(self) -> httpx.AsyncClient:
         """A new client, which waits for answers without limit."""
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+        return self._client(httpx.AsyncHTTPTransport(uds=str(self.path), limits=CONNECTIONS))
+
+    def _client(self, transport: httpx.AsyncBaseTransport) -> httpx.AsyncClient:
         return httpx.AsyncClient(
-            transport=httpx.AsyncHTTPTransport(uds=str(self.path), limits=limits),
+            transport=transport,
             timeout=httpx.Timeout(None, connect=5.0),
-            base_url="http://worker",
+            base_url=self.url,
+            headers=self.headers,
             trust_env=False,
         )
 
     def own_client(self) -> HttpClient:
         """A client for generations."""
-        return HttpClient("http://worker", unix=str(self.path))
+        return HttpClient(str(self.url), unix=str(self.path))
 
     async def tell(self, method: str, path: str, body: bytes) -> httpx.Response:
         """The answer to a request of the pool itself. Raises httpx.TransportError if the worker is lost."""

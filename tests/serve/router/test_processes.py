@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 import pytest
@@ -138,6 +138,10 @@ def calm(routed: Routed) -> Routed:
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: Path) -> dict[tuple[str, str], str]:
+    return quiet_answers(checkpoint)
+
+
+def quiet_answers(checkpoint: Path) -> dict[tuple[str, str], str]:
     """Greedy answers of a single quiet server, by path and prompt."""
     engine = Engine.from_pretrained(checkpoint)
     assert engine.tokenizer is not None
@@ -182,13 +186,19 @@ def streamed(path: str, response: httpx.Response) -> tuple[str, str | None]:
     return f"{thoughts}|{text}", error
 
 
+class Asked(Protocol):
+    """A server and its client."""
+
+    client: httpx.Client
+
+
 class Load:
     """Clients that ask until told to stop, in every manner, and check each answer. `lost` are the statuses and the
     messages of answers whose engine was lost."""
 
     lost: tuple[tuple[int, ...], tuple[str, ...]] = ((503,), ("engine ended",))
 
-    def __init__(self, server: Routed, expected: dict[tuple[str, str], str], clients: int = 6) -> None:
+    def __init__(self, server: Asked, expected: dict[tuple[str, str], str], clients: int = 6) -> None:
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.slowest = 0.0

@@ -321,6 +321,22 @@ def test_headers_and_addresses() -> None:
     assert len(played.asked[0]) == 1
 
 
+def test_an_engine_on_another_machine_gets_its_own_key_only() -> None:
+    """What the router has judged already, the site of a browser's page, would make the engine refuse."""
+
+    def echo(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, json={"at": str(request.url), "headers": dict(request.headers)})
+
+    played = Played(echo, api_key="secret")
+    played.pool.live()[0].url = httpx.URL("http://[fd00::2]:81")
+    played.pool.live()[0].headers = {"authorization": "Bearer its own"}
+    sent = {"authorization": "Bearer secret", "origin": "http://testserver", "sec-fetch-site": "same-origin"}
+    answer = played.client.post("/v1/embeddings?x=%2E", headers=sent, json={}).json()
+    seen = answer["headers"]
+    assert answer["at"] == "http://[fd00::2]:81/v1/embeddings?x=%2E" and seen["host"] == "[fd00::2]:81"
+    assert seen["authorization"] == "Bearer its own" and not {"origin", "sec-fetch-site"} & seen.keys()
+
+
 def test_the_router_asks_who_may_ask() -> None:
     played = Played(says("x"), says("x"), api_key="secret")
     for path in (*SESSION_PATHS, "/v1/models", *ADMIN_PATHS, "/metrics", "/workers", "/workers/0/drain"):
@@ -599,6 +615,57 @@ def test_engines_come_and_go_at_run_time() -> None:
         assert (await growing.ask(2)).status_code == 503
 
     asyncio.run(work())
+
+
+class Waiting(Growing):
+    """Engines other than the first start when they may, if ever."""
+
+    def __init__(self, count: int, **options: Any) -> None:
+        super().__init__(count, **options)
+        self.room, self.begun, self.given_up, self.stubborn = asyncio.Event(), 0, 0, False
+
+    async def launch(self, rank: int, count: int, job: WorkerJob, seconds: float) -> Worker:
+        if rank:
+            self.begun += 1
+            try:
+                await self.room.wait()
+            except asyncio.CancelledError:
+                self.given_up += 1
+                if not self.stubborn:
+                    raise
+        return await super().launch(rank, count, job, seconds)
+
+    async def until_begun(self, count: int) -> None:
+        async with asyncio.timeout(10):
+            while self.begun < count:
+                await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_a_rank_that_is_drained_while_it_starts_is_given_up(stubborn: bool) -> None:
+    """It may wait for room on other machines for ever. One that had started just then ends."""
+
+    async def work() -> None:
+        growing = Waiting(1, most=3)
+        growing.stubborn = stubborn
+        await growing.pool.start()
+        try:
+            await growing.ask(3)
+            await growing.until_begun(2)
+            await growing.ask(1)
+            await growing.until("up", "drained", "drained")
+            assert growing.given_up == 2 and len(growing.started) == (3 if stubborn else 1)
+            growing.room.set()
+            await growing.ask(2)
+            await growing.until("up", "up", "drained")
+            growing.room.clear()
+            await growing.ask(3)
+            await growing.until_begun(4)
+        finally:
+            await growing.pool.close()
+        assert growing.given_up == 3 and all(one.process.ended.is_set() for one in growing.started[1:])
+
+    asyncio.run(asyncio.wait_for(work(), 20))
 
 
 def test_a_smaller_number_keeps_engines_that_take_requests() -> None:
