@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
+from glm5.shared_cores import watch_cores
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEEP = 1 << 30
 _WANTED_FILES = 1 << 16
@@ -44,6 +46,7 @@ def tune() -> None:
     safe_path()
     # OpenMP workers spin while they wait; on a busy machine that takes cores from the threads they wait for.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    watch_cores()
     if sys.platform == "linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
         if mallopt is not None:

@@ -55,7 +55,8 @@ LEVELS = {
     "register": 1,
     "sqlite_file": 1,
     "errors": 0,
-    "process": 0,
+    "process": 1,
+    "shared_cores": 0,
 }
 TORCH_FREE = ("cli", "config", "records", "stats", "obs", "errors", "process")
 SERIALIZERS = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
