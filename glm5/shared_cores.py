@@ -1,11 +1,14 @@
 """OpenMP on cores that other processes use too.
 
 torch divides most products over a team of threads that wait for each other by spinning. If another process has the core
-of one of them, the others spin until it gets it back, and the one that is waited for competes with those that spin: a
-prefill of 512 tokens on two cores took 2.5 s beside two busy processes instead of 0.1 s. libgomp (the OpenMP of torch's
-packages for Linux) spins for a moment only while there are more OpenMP threads than cores. That costs a quarter of the
-speed on idle cores, so here it is switched on while the threads of this process have to wait for cores: by one more
-team, which sleeps. What is computed, and by how many threads, stays the same.
+of one of them, the others spin until it gets it back, and the one that is waited for competes with those that spin.
+libgomp (the OpenMP of torch's packages for Linux) spins for a moment only while there are more OpenMP threads than
+cores. That costs a quarter of the speed of short passes on idle cores, so here it is switched on while the threads of
+this process have to wait for cores: by one more team, which sleeps. What is computed, and by how many threads, stays the
+same.
+
+On two cores beside two processes that compute all the time, a training step then takes twice as long as alone, which is
+its share of the cores, instead of 2.6 or (with libgomp's own spins) 3.6 times (`benchmarks/busy_cores.py`).
 """
 
 from __future__ import annotations
