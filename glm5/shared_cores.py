@@ -4,8 +4,8 @@ torch divides most products over a team of threads that wait for each other by s
 of one of them, the others spin until it gets it back, and the one that is waited for competes with those that spin.
 libgomp (the OpenMP of torch's packages for Linux) spins for a moment only while there are more OpenMP threads than
 cores. That costs a quarter of the speed of short passes on idle cores, so here it is switched on while the threads of
-this process have to wait for cores: by one more team, which sleeps. What is computed, and by how many threads, stays the
-same.
+this process have to wait for cores: by one more team, which sleeps. What is computed, and by how many threads, stays
+the same.
 
 On two cores beside two processes that compute all the time, a training step then takes twice as long as alone, which is
 its share of the cores, instead of 2.6 or (with libgomp's own spins) 3.6 times (`benchmarks/busy_cores.py`).
