@@ -89,3 +89,13 @@ def test_bytes(case: Case, job: Any, starts: dict[str, str]) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_bytes_of_more_layouts(case: Case, job: Any, starts: dict[str, str]) -> None:
     check(case, job, starts)
+
+
+@pytest.mark.long
+def test_hidden_states_that_nothing_answers_do_not_pile_up(job: Any, starts: dict[str, str]) -> None:
+    """In a warm-up no gradients come back, which would tell that the next stage has what was sent."""
+    task = {"kind": "step_bytes", "start": starts["sparse"], "layout": {"ep": 1, "pp": 2}, "warmup": True}
+    task |= {"length": LENGTH, "options": {}, "depths": 1}
+    few, many = (ranks[0] for ranks in job(2, *({**task, "rows": rows} for rows in (4, 16))))
+    assert many["sent"] == 4 * few["sent"] == many["told"]
+    assert many["peak"] - few["peak"] < few["sent"]
