@@ -32,6 +32,8 @@ from glm5.serve.router.workers import CONNECTIONS, Health, Worker, check_news
 
 # Else Ray prints about engines that wait for room on stdout, which belongs to the command; the log says it too.
 os.environ.setdefault("RAY_SCHEDULER_EVENTS", "0")
+# Else Ray connects again, or starts a cluster, for what a thread still puts into the store after the end of a run.
+os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
 try:
     import ray
     from ray.exceptions import ActorDiedError, RayError
