@@ -163,7 +163,7 @@ class RayEngines:
             finally:
                 if not placed:
                     placing.cancel()
-                    ray.kill(actor)
+                    _kill(actor)
 
 
 @dataclass
@@ -304,5 +304,11 @@ async def _ended(actor: Any) -> bool:
     except (TimeoutError, RayError):
         return False
     finally:
-        ray.kill(actor)
+        _kill(actor)
     return True
+
+
+def _kill(actor: Any) -> None:
+    """Kill an actor, unless Ray has done so at the end of the connection."""
+    with contextlib.suppress(RayError):
+        ray.kill(actor)

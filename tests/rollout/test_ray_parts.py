@@ -343,6 +343,25 @@ def test_a_push_sends_the_files_as_they_are_now(ray: Any, monkeypatch: pytest.Mo
     asyncio.run(asyncio.wait_for(push(), 10))
 
 
+def test_an_engine_that_waits_for_room_after_the_end_is_given_up_quietly(ray: Any) -> None:
+    from glm5.rollout.ray_engines import RayEngines
+
+    def ended(_: Any) -> None:
+        raise RayError("Ray has not been started yet")
+
+    ray.make, ray.kill = lambda: Actor(node=never), ended
+
+    async def wait() -> None:
+        job = WorkerJob("", "", None, Limits(), EngineOptions())
+        launching = asyncio.ensure_future(RayEngines(Launch(backend="ray"), lambda: job).launch(0, 1, job, 9.0))
+        await asyncio.sleep(0.01)
+        launching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await launching
+
+    asyncio.run(asyncio.wait_for(wait(), 10))
+
+
 def test_an_engine_that_failed_keeps_no_files(ray: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Those in Ray's object store take as much memory as the model. Nor does Ray connect for them after the end."""
     from glm5.rollout.ray_pool import RayPool, settings
