@@ -215,7 +215,7 @@ def test_what_engines_of_several_machines_cannot_do(
         ({}, None, (2, 1.0)),
         ({"tp": 4}, None, (8, 4.0)),
         ({"device": "cpu"}, None, (2, 0.0)),
-        ({}, 0.5, (2, 0.5)),
+        ({"disk_cache": "cache"}, 0.5, (2, 0.5)),
     ],
 )
 def test_what_a_node_must_have_room_for(
@@ -252,6 +252,7 @@ def test_what_a_node_must_have_room_for(
     assert (asked[0]["num_cpus"], asked[0]["num_gpus"]) == wanted
     told = jobs[0]
     assert told["directory"] == str(tmp_path.resolve()) and told["files"] == ["config.json"] and told["threads"] == 2
+    assert told["options"]["disk_cache"] == (os.path.abspath("cache") if "disk_cache" in options else None)
     assert told["host"] == "h" and len(told["key"]) > 30 and told["socket"] == ""
 
 
