@@ -72,11 +72,11 @@ def check(case: Case, job: Any, starts: dict[str, str]) -> None:
     task = {"kind": "step_bytes", "start": starts[case.model], "layout": {"ep": 1, **case.layout}}
     task |= {"rows": case.rows, "length": LENGTH, "options": case.options, "depths": case.depths}
     ranks = job(case.world, task, timeout=600)[0]
-    # Which experts tokens choose makes a difference of some per cent between ranks that do the same.
+    # Which experts tokens choose makes a difference of some per cent between ranks that do the same, and so does the
+    # time at which a sum over ranks ends and frees its buffers.
     for rank in ranks:
         assert rank["predicted"] == pytest.approx(rank["peak"], rel=0.08), rank["where"]
         assert rank["told"] == rank["sent"]
-    assert max(r["predicted"] for r in ranks) == pytest.approx(max(r["peak"] for r in ranks), rel=0.06)
 
 
 @pytest.mark.long
