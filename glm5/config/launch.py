@@ -17,6 +17,8 @@ OWN_RESOURCES = {
     "object_store_memory": "not reserved for engines",
 }
 """Ray's own names of resources, and what is instead of each."""
+SMALLEST = 1e-4
+"""The smallest part of a resource that Ray reserves."""
 
 
 class ServiceConfig(Frozen):
@@ -103,8 +105,11 @@ class Launch(Frozen):
         for name, amount in self.engine_resources.items():
             if name in OWN_RESOURCES:
                 raise ValueError(f"engine_resources cannot have {name}, which is {OWN_RESOURCES[name]}")
-            if not 0 < amount < math.inf:
-                raise ValueError(f"engine_resources: {name} is {amount:g}; leave it out, or let it be above 0")
+            if not SMALLEST <= amount < math.inf:
+                text = f"leave it out, or let it be {SMALLEST:g} or more"
+                raise ValueError(f"engine_resources: {name} is {amount:g}; {text}")
+        if 0 < (self.engine_gpus or 0) < SMALLEST:
+            raise ValueError(f"engine_gpus must be 0 or at least {SMALLEST:g}, the smallest part that Ray reserves")
         if (self.engine_gpus or 0) > 1 and self.engine_gpus != int(self.engine_gpus or 0):
             raise ValueError("engine_gpus above 1 must be a whole number")
         if self.engine_key_file and not self.engine_urls:

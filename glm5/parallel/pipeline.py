@@ -85,6 +85,15 @@ class StageLinks:
         self.waited += time.perf_counter() - began
         return out
 
+    def bound(self, stage: int) -> None:
+        """Wait until the rank of `stage` lacks no more than what it receives in as many actions as there are ranks. For
+        forward passes from which nothing comes back. Ranks do not wait in a circle there: all have the same order."""
+        other = self.rank_of(stage)
+        turns = sorted({one.turn for one in self._sent[other]})
+        if len(turns) > len(self.ranks):
+            with lost_ranks():
+                self._forget(other, turns[-1 - len(self.ranks)])
+
     def flush(self) -> None:
         """Wait until everything is sent."""
         with lost_ranks():
@@ -198,6 +207,8 @@ class Pipeline:
             self.links.send(state.detach(), action.stage + 1, after)
         if stage_pass.indices is not None:
             self.links.send(stage_pass.indices, action.stage + 1, after)
+        if not (self.differentiable and torch.is_grad_enabled()):
+            self.links.bound(action.stage + 1)
         if torch.is_grad_enabled():
             self._passes[action.stage, action.micro] = stage_pass, loss
         return loss.detach()

@@ -25,12 +25,15 @@ from glm5.obs.logs import get_logger
 from glm5.rollout.node_files import Piece, checkpoint_files, digest, fingerprint
 from glm5.serve.errors import ApiError
 from glm5.serve.http_client import KEEP_ALIVE, HttpClient
+from glm5.serve.router.places import Stamp, weights_stamp
 from glm5.serve.router.pool import UPDATE
 from glm5.serve.router.process import WorkerJob
 from glm5.serve.router.workers import CONNECTIONS, Health, Worker, check_news
 
 # Else Ray prints about engines that wait for room on stdout, which belongs to the command; the log says it too.
 os.environ.setdefault("RAY_SCHEDULER_EVENTS", "0")
+# Else Ray connects again, or starts a cluster, for what a thread still puts into the store after the end of a run.
+os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
 try:
     import ray
     from ray.exceptions import ActorDiedError, RayError
@@ -66,7 +69,7 @@ class RayEngines:
         self._config, self._job = config, job
         self._threads = config.engine_threads or int(os.environ.get("OMP_NUM_THREADS") or 1)
         self._run, self._key = secrets.token_hex(16), secrets.token_urlsafe(32)
-        self._stored: dict[Path, _Stored] = {}
+        self._stored: dict[tuple[Path, Stamp], _Stored] = {}
         self._room: dict[str, Any] = {}
         self.lost: dict[int, str] = {}  # by rank: the node on which its last engine was lost
 
@@ -89,13 +92,14 @@ class RayEngines:
 
     @contextlib.asynccontextmanager
     async def stored(self, folder: Path) -> AsyncIterator[Files]:
-        """The files of a folder in the object store, until the last one that needs them leaves this block; with the
-        transport "disk" only what a node needs to know whether it sees the same. Raises EngineError if they cannot be
-        read, or if the store cannot take them."""
-        if folder not in self._stored:
-            work = asyncio.to_thread(_store, folder, send=self._config.transport != "disk")
-            self._stored[folder] = _Stored(asyncio.ensure_future(work))
-        entry = self._stored[folder]
+        """The files of a folder in the object store, until the last one that needs them as they are now leaves this
+        block; with the transport "disk" only what a node needs to know whether it sees the same. Raises EngineError if
+        they cannot be read, if they change meanwhile, or if the store cannot take them."""
+        key = folder, weights_stamp(str(folder))
+        if key not in self._stored:
+            work = asyncio.to_thread(_store, *key, send=self._config.transport != "disk")
+            self._stored[key] = _Stored(asyncio.ensure_future(work))
+        entry = self._stored[key]
         entry.users += 1
         try:
             try:
@@ -108,7 +112,7 @@ class RayEngines:
         finally:
             entry.users -= 1
             if not entry.users:
-                del self._stored[folder]
+                del self._stored[key]
 
     async def launch(self, rank: int, count: int, job: WorkerJob, seconds: float) -> Worker:
         """Start an engine as soon as a node has room for it, which may take any time, and wait until it answers, for at
@@ -159,7 +163,7 @@ class RayEngines:
             finally:
                 if not placed:
                     placing.cancel()
-                    ray.kill(actor)
+                    _kill(actor)
 
 
 @dataclass
@@ -267,24 +271,27 @@ def _folder_of(body: bytes) -> Path | None:
     """The checkpoint that a request to update weights names; None if the engine has to say what is wrong with it."""
     try:
         named = json.loads(body)["model_path"]
+        named.encode()  # half a character in it would be in no answer
         return Path(os.path.abspath(named)) if named and "\0" not in named else None
-    except (ValueError, RecursionError, KeyError, TypeError):
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
         return None
 
 
-def _store(folder: Path, send: bool) -> Files:
-    """Put the files of a checkpoint into the object store, or tell only which they are."""
-    if not send:
-        return (), (), fingerprint(folder)
+def _store(folder: Path, stamp: Stamp, send: bool) -> Files:
+    """Put the files of a checkpoint into the object store, or tell only which they are. `stamp` is that of its weights
+    before."""
     pieces: list[Piece] = []
     references: list[Any] = []
-    for file in checkpoint_files(folder):
+    for file in checkpoint_files(folder) if send else ():
         size = file.stat().st_size
         for offset in range(0, max(1, size), PIECE):
             piece = np.fromfile(file, np.uint8, min(PIECE, size - offset), offset=offset)
             pieces.append((file.name, len(piece), digest(piece)))
             references.append(ray.put(piece))
-    return pieces, references, ""
+    seen = "" if send else fingerprint(folder)
+    if weights_stamp(str(folder)) != stamp:
+        raise EngineError(f"The weights in {folder} changed while they were read; push them again when all are there.")
+    return pieces, references, seen
 
 
 async def _ended(actor: Any) -> bool:
@@ -297,5 +304,11 @@ async def _ended(actor: Any) -> bool:
     except (TimeoutError, RayError):
         return False
     finally:
-        ray.kill(actor)
+        _kill(actor)
     return True
+
+
+def _kill(actor: Any) -> None:
+    """Kill an actor, unless Ray has done so at the end of the connection."""
+    with contextlib.suppress(RayError):
+        ray.kill(actor)

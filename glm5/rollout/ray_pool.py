@@ -38,7 +38,9 @@ class RayPool(WorkerPool):
         _check(job.options, launch, prefill)
         directory = Path(job.directory).resolve()
         GLM5Config.load(directory)  # an error of this machine is told before the cluster is asked
-        template = job.options.chat_template
+        template, disk = job.options.chat_template, job.options.disk_cache
+        if disk is not None:  # a node has another present folder
+            job = replace(job, options=replace(job.options, disk_cache=os.path.abspath(disk)))
         if template is not None and Path(template).is_file():
             job = replace(job, options=replace(job.options, chat_template=str(Path(template).resolve())))
         self._engines = RayEngines(launch, lambda: self.job)

@@ -282,6 +282,8 @@ def test_a_run_on_ray_names_the_missing_package(tmp_path: Path, monkeypatch: pyt
         ({"backend": "ray", "engine_resources": {"memory": 1e6}}, "cannot have memory"),
         ({"backend": "ray", "engine_resources": {"fast": -1.0}}, "fast is -1"),
         ({"backend": "ray", "engine_gpus": 1.5}, "must be a whole number"),
+        ({"backend": "ray", "engine_gpus": 1e-5}, "at least 0.0001"),
+        ({"backend": "ray", "engine_resources": {"fast": 1e-5}}, "let it be 0.0001 or more"),
     ],
 )
 def test_keys_of_ray_go_with_its_backend(keys: dict[str, object], message: str) -> None:

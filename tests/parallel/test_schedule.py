@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import chain, product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from glm5.config.pipeline_schedule import Action, Schedule, idle_share, make_schedule, simulate
+from glm5.config.pipeline_schedule import Action, Schedule, idle_share, make_schedule, simulate, turns
 
 SIZES = st.tuples(st.integers(2, 6), st.integers(1, 3), st.integers(1, 17), st.integers(0, 5))
 """Ranks, stages of each, micro-batches, and how many may wait for their weight gradients."""
@@ -78,3 +79,41 @@ def test_a_schedule_that_waits_for_ever_is_found() -> None:
     both = ((Action("B", 0, 0), Action("F", 0, 0)), (Action("F", 1, 0), Action("B", 1, 0)))
     with pytest.raises(ValueError, match="waits for ever"):
         simulate(both, lambda action: 1.0)
+
+
+@pytest.mark.parametrize("answered", [True, False])
+@pytest.mark.parametrize(("pp", "chunks"), [(2, 1), (2, 3), (3, 2), (4, 1), (5, 3)])
+def test_no_rank_waits_for_what_the_other_cannot_have(pp: int, chunks: int, answered: bool) -> None:
+    """`StageLinks` waits, at a receive, for all that the other rank got before it sent. If gradients do not come back,
+    for all but the newest; then ranks still come to the end."""
+    stages = pp * chunks
+    for micros, deferred in product((1, pp - 1, pp, 2 * pp + 1, 3 * pp), (0, 1, pp)):
+        schedule = make_schedule(pp, chunks, micros, deferred)
+        turn, at = turns(schedule), [0] * pp
+        ways: dict[tuple[int, int, bool], list[tuple[bool, int, int]]] = defaultdict(list)
+        sent: dict[tuple[int, int], dict[tuple[bool, int, int], int]] = defaultdict(dict)
+        received: set[tuple[bool, int, int]] = set()
+        while (before := list(at)) != [len(plan) for plan in schedule]:
+            for rank, plan in enumerate(schedule):
+                newest = [list(sent[rank, other])[:-pp] for other in range(pp)]
+                if at[rank] == len(plan) or (not answered and not received.issuperset(chain(*newest))):
+                    continue
+                kind, stage, micro = plan[at[rank]]
+                back = kind != "F"
+                if kind in "FBI" and (answered or not back):
+                    source, target = (stage + 1, stage - 1) if back else (stage - 1, stage + 1)
+                    if 0 <= source < stages:
+                        way = ways[source % pp, rank, back]
+                        if not way:
+                            continue
+                        assert way[0] == (back, source, micro)
+                        received.add(way.pop(0))
+                        mine, until = sent[rank, source % pp], turn[back, source, micro]
+                        done = {one for one, when in mine.items() if when <= until}
+                        assert done <= received
+                        sent[rank, source % pp] = {one: when for one, when in mine.items() if one not in done}
+                    if 0 <= target < stages:
+                        ways[rank, target % pp, back].append((back, stage, micro))
+                        sent[rank, target % pp][back, stage, micro] = turn[back, target, micro]
+                at[rank] += 1
+            assert at != before, "every rank waits"

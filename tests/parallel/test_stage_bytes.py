@@ -72,11 +72,11 @@ def check(case: Case, job: Any, starts: dict[str, str]) -> None:
     task = {"kind": "step_bytes", "start": starts[case.model], "layout": {"ep": 1, **case.layout}}
     task |= {"rows": case.rows, "length": LENGTH, "options": case.options, "depths": case.depths}
     ranks = job(case.world, task, timeout=600)[0]
-    # Which experts tokens choose makes a difference of some per cent between ranks that do the same.
+    # Which experts tokens choose makes a difference of some per cent between ranks that do the same, and so does the
+    # time at which a sum over ranks ends and frees its buffers.
     for rank in ranks:
         assert rank["predicted"] == pytest.approx(rank["peak"], rel=0.08), rank["where"]
         assert rank["told"] == rank["sent"]
-    assert max(r["predicted"] for r in ranks) == pytest.approx(max(r["peak"] for r in ranks), rel=0.06)
 
 
 @pytest.mark.long
@@ -89,3 +89,13 @@ def test_bytes(case: Case, job: Any, starts: dict[str, str]) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_bytes_of_more_layouts(case: Case, job: Any, starts: dict[str, str]) -> None:
     check(case, job, starts)
+
+
+@pytest.mark.long
+def test_hidden_states_that_nothing_answers_do_not_pile_up(job: Any, starts: dict[str, str]) -> None:
+    """In a warm-up no gradients come back, which would tell that the next stage has what was sent."""
+    task = {"kind": "step_bytes", "start": starts["sparse"], "layout": {"ep": 1, "pp": 2}, "warmup": True}
+    task |= {"length": LENGTH, "options": {}, "depths": 1}
+    few, many = (ranks[0] for ranks in job(2, *({**task, "rows": rows} for rows in (4, 16))))
+    assert many["sent"] == 4 * few["sent"] == many["told"]
+    assert many["peak"] - few["peak"] < few["sent"]

@@ -353,7 +353,8 @@ def step_bytes(task: dict[str, Any], ranks: Ranks) -> list[dict[str, Any]]:
     batch = Batch(ids, torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool))
     io = StageIO("stage", Path(task["out"]), NullMetrics(), lambda n, numbers: None, ranks)
     options = stage(**task["options"], rows=rows, row_length=length, micro_rows=1)
-    watch = Watch()
+    warmup = task.get("warmup", False)
+    watch = Watch(warmup)
 
     def plain(model: GLM5ForCausalLM, batch: Batch, ctx: ForwardContext) -> tuple[Tensor, StepMetrics]:
         return language_loss(model, batch, ctx, mtp_weight=0.3, mtp_depths=depths)
@@ -370,7 +371,7 @@ def step_bytes(task: dict[str, Any], ranks: Ranks) -> list[dict[str, Any]]:
     with Alive() as alive:
         model = ranks.load(Path(task["start"]))
         config = model.config
-        trainer = Trainer(model, options, io, watch if config.use_dsa else plain, lambda name: True, 0.0)
+        trainer = Trainer(model, options, io, watch if config.use_dsa else plain, trainable(task), 0.0)
         gc.collect()
         alive.phase()
         for number in range(2):
@@ -382,6 +383,9 @@ def step_bytes(task: dict[str, Any], ranks: Ranks) -> list[dict[str, Any]]:
     forward = replace(setting.forward, depths=depths, bf16_products=CPU_HAS_BF16)
     if config.use_dsa:
         forward = replace(forward, depths=2, learns_index=True, balance=True)
+    if warmup:
+        forward = replace(forward, depths=1, attention="warmup", learns_index=False, balance=False)
+        setting = replace(setting, trains="indexers")
     step = RankStep(config, replace(setting, forward=forward), rank=getattr(ranks, "_index", 0))
     told = sum(one.bytes for one in step_traffic(step) if one.kind == "send")
     most = step.peak()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import os
 import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 from functools import partial
@@ -27,7 +30,7 @@ from glm5.errors import ConfigError, EngineError, UsageError
 from glm5.serve.options import EngineOptions, Limits
 from glm5.serve.router.pool import UPDATE, WorkerPool
 from glm5.serve.router.process import WorkerJob
-from glm5.serve.router.workers import Health, Worker, WorkerError
+from glm5.serve.router.workers import Health, Patience, Worker, WorkerError
 
 PARTS = ("ray_actors", "ray_cluster", "ray_services", "ray_engines", "ray_fleet", "ray_pool")
 Method = Callable[..., Coroutine[Any, Any, Any]]
@@ -212,7 +215,7 @@ def test_what_engines_of_several_machines_cannot_do(
         ({}, None, (2, 1.0)),
         ({"tp": 4}, None, (8, 4.0)),
         ({"device": "cpu"}, None, (2, 0.0)),
-        ({}, 0.5, (2, 0.5)),
+        ({"disk_cache": "cache"}, 0.5, (2, 0.5)),
     ],
 )
 def test_what_a_node_must_have_room_for(
@@ -249,6 +252,7 @@ def test_what_a_node_must_have_room_for(
     assert (asked[0]["num_cpus"], asked[0]["num_gpus"]) == wanted
     told = jobs[0]
     assert told["directory"] == str(tmp_path.resolve()) and told["files"] == ["config.json"] and told["threads"] == 2
+    assert told["options"]["disk_cache"] == (os.path.abspath("cache") if "disk_cache" in options else None)
     assert told["host"] == "h" and len(told["key"]) > 30 and told["socket"] == ""
 
 
@@ -294,6 +298,107 @@ def test_a_node_that_does_not_see_the_checkpoint_says_so(ray: Any, tmp_path: Pat
         assert told["error"].startswith(f"The node 10.0.0.7 does not see the checkpoint {folder}"), told
         status, text = engine.update(json.dumps({"model_path": folder}), ((), (), seen))
         assert status == 500 and "10.0.0.7" in json.loads(text)["error"]["message"]
+
+
+def test_a_push_sends_the_files_as_they_are_now(ray: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also while an engine that started before still needs the older ones, and never a mixture of both."""
+    from glm5.rollout import ray_cluster, ray_engines
+
+    ray.put = bytes
+    sent: list[tuple[str, list[bytes]]] = []
+
+    async def update(body: str, files: Any) -> tuple[int, str]:
+        sent.append((json.loads(body)["model_path"], files[1]))
+        return 200, "{}"
+
+    def replaced(text: bytes) -> None:
+        (tmp_path / "new").write_bytes(text)
+        (tmp_path / "new").replace(tmp_path / "model.safetensors")
+
+    def put_late(data: Any) -> bytes:
+        replaced(b"newer")
+        return bytes(data)
+
+    async def push() -> None:
+        engines = ray_engines.RayEngines(
+            Launch(backend="ray"), lambda: WorkerJob("", "", None, Limits(), EngineOptions())
+        )
+        actor: Any = Actor(beat=done, update=update, wait=never, end=done)
+        pulse = ray_cluster.Pulse(actor, "engine 0")
+        worker = ray_engines.RayWorker(
+            0, actor, node(), {"url": "http://127.0.0.1:1", "pid": 1}, "k", engines, pulse, 900.0
+        )
+        body = json.dumps({"model_path": str(tmp_path)}).encode()
+        replaced(b"old")
+        async with engines.stored(tmp_path):
+            replaced(b"new")
+            assert (await worker.tell("POST", UPDATE, body)).status_code == 200
+        assert sent == [(str(tmp_path), [b"new"])]
+        monkeypatch.setattr(ray, "put", put_late)
+        answer = await worker.tell("POST", UPDATE, body)
+        assert answer.status_code == 400 and "changed while they were read" in answer.text and len(sent) == 1
+        with pytest.raises(httpx.ConnectError):  # the engine is asked, which refuses the path
+            await worker.tell("POST", UPDATE, b'{"model_path": "\\ud800"}')
+        await worker.kill()
+
+    asyncio.run(asyncio.wait_for(push(), 10))
+
+
+def test_an_engine_that_waits_for_room_after_the_end_is_given_up_quietly(ray: Any) -> None:
+    from glm5.rollout.ray_engines import RayEngines
+
+    def ended(_: Any) -> None:
+        raise RayError("Ray has not been started yet")
+
+    ray.make, ray.kill = lambda: Actor(node=never), ended
+
+    async def wait() -> None:
+        job = WorkerJob("", "", None, Limits(), EngineOptions())
+        launching = asyncio.ensure_future(RayEngines(Launch(backend="ray"), lambda: job).launch(0, 1, job, 9.0))
+        await asyncio.sleep(0.01)
+        launching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await launching
+
+    asyncio.run(asyncio.wait_for(wait(), 10))
+
+
+def test_an_engine_that_failed_keeps_no_files(ray: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Those in Ray's object store take as much memory as the model. Nor does Ray connect for them after the end."""
+    from glm5.rollout.ray_pool import RayPool, settings
+
+    assert os.environ["RAY_ENABLE_AUTO_CONNECT"] == "0"
+    stored: list[weakref.ref[Any]] = []
+
+    def put(data: Any) -> Any:
+        found = Actor()
+        stored.append(weakref.ref(found))
+        return found
+
+    async def start(job: str, threads: int, files: Any) -> dict[str, Any]:
+        if json.loads(job)["number"]:
+            return {"error": "no room on this disk", "exit_code": 1}
+        return {"ready": True, "url": "http://127.0.0.1:1", "pid": 1}
+
+    async def version(_: Worker) -> int:
+        return 0
+
+    monkeypatch.setattr("glm5.serve.router.pool._version", version)
+    ray.put, ray.init, ray.shutdown = put, lambda **_: None, lambda **_: None
+    ray.make = lambda: Actor(node=here, beat=done, start=start, end=done, wait=never, signal=done)
+
+    async def serve() -> None:
+        pool = RayPool(2, job_in(tmp_path), Patience(back_off=60), launch=settings("h", None, 1, False))
+        try:
+            await pool.start()
+            while [place.state for place in pool.places] != ["up", "down"]:
+                await asyncio.sleep(0.01)
+            gc.collect()
+            assert stored and not any(one() for one in stored)
+        finally:
+            await pool.close(0.1)
+
+    asyncio.run(asyncio.wait_for(serve(), 20))
 
 
 class Idle(Worker):

@@ -37,7 +37,10 @@ class Place:
         }
 
 
-def weights_stamp(folder: str) -> tuple[tuple[str, int, int, int], ...]:
+Stamp = tuple[tuple[str, int, int, int], ...]
+
+
+def weights_stamp(folder: str) -> Stamp:
     """Names, sizes, times and inodes of a folder's weight files; empty for one that cannot be read."""
     try:
         files = sorted(Path(folder or "/nowhere").glob("*.safetensors*"))

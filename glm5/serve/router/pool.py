@@ -317,9 +317,11 @@ class WorkerPool:
     async def _late(self, place: Place, starting: asyncio.Task[Worker]) -> None:
         """Keep a rank alive whose first worker is still starting."""
         try:
-            await self._keep(place, await self._successor(place, starting))
+            worker = await self._successor(place, starting)
         finally:
             starting.cancel()
+            del starting  # an error in it has a hold on all that the start had
+        await self._keep(place, worker)
 
     async def _successor(self, place: Place, starting: Awaitable[Worker]) -> Worker | None:
         """A new worker on the ring, or None after a failed start, and if the rank is drained meanwhile."""
