@@ -6,10 +6,12 @@ import io
 import subprocess
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from glm5.errors import DataError, UsageError
+from glm5.tasks.swe.build import Build
 from glm5.tasks.swe.candidate import Candidate
 from glm5.tasks.swe.commits import Commits, fixes, open_commit
 from glm5.tasks.swe.make import make
@@ -157,6 +159,23 @@ def archive(path: Path, names: dict[str, bytes], link: str = "") -> Path:
             info.type, info.linkname = tarfile.SYMTYPE, link
             tar.addfile(info)
     return path
+
+
+@pytest.mark.parametrize(("named", "most"), [(False, 6), (True, None)])
+def test_at_most_half_are_mutations_unless_they_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool, most: int | None
+) -> None:
+    """A part of a list may have more of them than of the others."""
+    limits: list[int | None] = []
+
+    def run(self: Build, jobs: Any, per_package: int, count: int | None, at_once: int) -> dict[str, Any]:
+        limits.append(count)
+        return {"sources": {"versions": {"tasks": 3}, "mutate": {"tasks": 1}}}
+
+    monkeypatch.setattr(Build, "run", run)
+    (tmp_path / "m.jsonl").write_text('{"id": "a", "sha256": "b"}\n')
+    make(tmp_path, work=tmp_path, only=["parso"], manifest=tmp_path / "m.jsonl" if named else None)
+    assert limits == [None, most]
 
 
 def test_links_of_an_archive_are_left_out(tmp_path: Path) -> None:
