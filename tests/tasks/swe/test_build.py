@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import marshal
 import shutil
@@ -19,13 +20,14 @@ from glm5.records import Message, ToolCall
 from glm5.sandbox.environment import NamespaceEnvironment
 from glm5.tasks.families import make_family
 from glm5.tasks.harbor.swe import audit, audit_sample
-from glm5.tasks.swe.attacks import cheats
+from glm5.tasks.swe.attacks import QUICK, cheats, passing_cheats
 from glm5.tasks.swe.build import MOST_FAULTS, MOST_MISSES, Build, Job, drawn
 from glm5.tasks.swe.candidate import Candidate, Repository
 from glm5.tasks.swe.copies import fix_is_elsewhere
 from glm5.tasks.swe.driver import APP, DRIVERS, RoomDriver, TestRun, open_room
 from glm5.tasks.swe.folder import SITE, read_tests
 from glm5.tasks.swe.grading import grade
+from glm5.tasks.swe.in_room import grade as in_room
 from glm5.tasks.swe.mutate import Mutations
 from glm5.tasks.swe.stdlib import standard_module
 from glm5.tasks.swe.validate import Baseline, Rejected, Rules, baseline, solve, validate
@@ -206,6 +208,24 @@ def test_every_cheat_scores_0(task: Path) -> None:
         "ok": True, "oracle": [1.0], "no_op": [0.0], "repeats": 1, "tried": len(cheats(task)), "cheats": []
     }  # fmt: skip
     assert len(cheats(task)) >= 21
+
+
+def test_a_twin_ends_what_only_twins_refuse(
+    task: Path, repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[list[str]] = []
+    judge = in_room.judge
+    monkeypatch.setattr(in_room, "judge", lambda spec, reports: runs.append(list(reports)) or judge(spec, reports))
+    graded = functools.partial(grade, tests=read_tests(task), site=repository.site, shuffled=False)
+    with open_room(task / "environment/repo", repository.site) as room:
+        before = room.snapshot()
+        for first in (False, True):
+            assert passing_cheats(task, room, functools.partial(graded, twins_first=first), QUICK)[1] == []
+        assert runs == [["tests"], ["tests", "twins/0"], ["twins/0"]]
+        runs.clear()
+        room.restore(before)
+        solve(task, room)
+        assert graded(room, twins_first=True)["reward"] == 1.0 and len(runs) == 2
 
 
 def test_an_audit_of_a_sample_goes_on(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
