@@ -53,10 +53,14 @@ def build_swe(
     work: Annotated[
         Path | None, typer.Option(help="Folder for downloads; default: OUT/work, which otherwise becomes a link.")
     ] = None,
+    audit: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Share of the new tasks to audit too, as `glm5 task audit` does.")
+    ] = 0.0,
     as_json: Json = False,
 ) -> None:
     """Make SWE tasks (Harbor folders) from packages' own tests. A build that was stopped goes on. With --model, a model
     adds features to packages, and what it breaks is a task (--source featadd), or it writes the tasks' text."""
+    from glm5.tasks.harbor.swe import audit_row
     from glm5.tasks.swe.featadd import FeatAdd
     from glm5.tasks.swe.make import DEFAULT, make
 
@@ -85,6 +89,7 @@ def build_swe(
             out, work=work or beside, listed=packages, only=only, sources=source or DEFAULT, modules=stdlib,
             repos=repo, requires=requires, per_package=per_package, count=count, seed=seed, at_once=jobs,
             derived=derived, language=language, manifest=manifest, told=told, featadd=featadd, ask=ask,
+            audit=audit_row, audited=audit,
         )  # fmt: skip
     show(result, as_json)
 

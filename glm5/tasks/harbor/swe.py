@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import random
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +16,7 @@ from glm5.sandbox.environment import NamespaceEnvironment, RoomFileError
 from glm5.tasks.harbor.folder import TaskFolder
 from glm5.tasks.harbor.trial import TaskRoom, TrialResult, oracle
 from glm5.tasks.swe.attacks import passing_cheats
+from glm5.tasks.swe.build import drawn
 from glm5.tasks.swe.driver import APP
 from glm5.tasks.swe.grading import grade
 
@@ -67,30 +68,32 @@ def audit(path: Path, repeats: int = 3, bases: Mapping[str, Mapping[str, Path]] 
     return {"ok": ok, "oracle": solved, "no_op": no_op, "repeats": repeats, "tried": tried, "cheats": passing}
 
 
+def audit_row(path: Path, repeats: int = 3) -> dict[str, Any]:
+    """`audit` as a row with the task's id; a task that cannot be audited is not ok."""
+    try:
+        return {"id": path.name, **audit(path, repeats)}
+    except Glm5Error as error:
+        return {"id": path.name, "ok": False, "error": str(error)[:500]}
+
+
 def audit_sample(
     out: Path, count: int | None, seed: int, *, repeats: int = 3, at_once: int = 2,
     told: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Audit `count` random tasks of the folder of a build, default all, and return `{audited, ok, tried, bad}`; `bad`
-    has the rows of those that are not ok. Every row is appended to `audit.jsonl`; a task that stands there is not
-    audited again.
+    """Audit `count` tasks of the folder of a build, default all, and return `{audited, ok, tried, bad}`; `bad` has the
+    rows of those that are not ok. The tasks are those with the smallest numbers of `drawn`, by which a build draws too.
+    Every row is appended to `audit.jsonl`; a task that stands there is not audited again.
 
     Raises DataError if the folder has no task."""
     names = [path.parents[1].name for path in sorted((out / "tasks").glob("*/tests/tests.json")) if _repairs(path)]
     if not names:
         raise DataError(f"{out / 'tasks'} has no task to audit; build some with `glm5 task build swe`.")
-    chosen = sorted(random.Random(seed).sample(names, min(count or len(names), len(names))))
+    chosen = sorted(sorted(names, key=lambda name: drawn(name, seed))[: count or len(names)])
     with exclusive(out, f"another build or audit writes to {out}."):
         rows = {row["id"]: row for row in read_rows(out / "audit.jsonl")}
-
-        def one(name: str) -> dict[str, Any]:
-            try:
-                return {"id": name, **audit(out / "tasks" / name, repeats)}
-            except Glm5Error as error:
-                return {"id": name, "ok": False, "error": str(error)[:500]}
-
         with ThreadPoolExecutor(at_once) as pool, (out / "audit.jsonl").open("a", encoding="utf-8") as file:
-            for row in pool.map(one, [name for name in chosen if name not in rows]):
+            left = [out / "tasks" / name for name in chosen if name not in rows]
+            for row in pool.map(functools.partial(audit_row, repeats=repeats), left):
                 rows[row["id"]] = row
                 file.write(json.dumps(row) + "\n")
                 file.flush()

@@ -49,7 +49,9 @@ class Job:
 class Build:
     """One build in the folder `out`; `work` holds downloads and baselines, which builds may share. `derived` asks for
     the two further tasks of each, in `tasks/ID-write-test` and `tasks/ID-pick`. With `named`, the id and digest of
-    another build's tasks, only these are built. `ask` is a model that writes the texts."""
+    another build's tasks, only these are built. `ask` is a model that writes the texts. `audit` tries a written task
+    with everything; its row goes to `audit.jsonl` and the task stays, whatever it says: the tasks whose `drawn` is less
+    than `audited` are a sample of the list."""
 
     out: Path
     work: Path
@@ -60,12 +62,14 @@ class Build:
     named: Mapping[str, str] | None = None
     told: Callable[[str], None] = lambda line: None
     ask: Ask | None = None
+    audit: Callable[[Path], dict[str, Any]] | None = None
+    audited: float = 0.0
 
     def __post_init__(self) -> None:
         self._lock, self._faults, self._stopping = threading.Lock(), 0, False
         self._claimed: set[str] = set()
         self._rows: dict[str, list[dict[str, Any]]] = {
-            name: list(read_rows(self.out / f"{name}.jsonl")) for name in ("manifest", "rejects", "packages")
+            name: list(read_rows(self.out / f"{name}.jsonl")) for name in ("manifest", "rejects", "packages", "audit")
         }
         self._known = {row["id"]: name for name in ("manifest", "rejects") for row in self._rows[name]}
         self._silent = {row["id"]: row["reason"] == "no failing test" for row in self._rows["rejects"]}
@@ -212,6 +216,8 @@ class Build:
         row |= {"licence": repository.licence, "origin": repository.origin, "fixed_copy": repository.fixed_copy,
                 "notes": candidate.notes, "sha256": digest(folder)}  # fmt: skip
         if self._write("manifest", {**common, **row}, count):
+            if self.audit is not None and drawn(candidate.id, self.seed) < self.audited:
+                self._write("audit", self.audit(folder))
             return True
         for path in self.out.glob(f"tasks/{candidate.id}*"):
             shutil.rmtree(path)
@@ -276,6 +282,11 @@ class Build:
             "kinds": dict(Counter(row["kind"] for row in tasks)), "tiers": dict(Counter(row["tier"] for row in tasks)),
             "sources": table, "unusable_packages": {row["package"]: row["reason"] for row in unusable},
         }  # fmt: skip
+
+
+def drawn(name: str, seed: int) -> float:
+    """A number from 0 to 1 for a task's id. A sample by it stays one while the list grows, and needs no list."""
+    return int.from_bytes(hashlib.sha256(f"audit {seed} {name}".encode()).digest()[:6]) / 2**48
 
 
 def digest(folder: Path) -> str:

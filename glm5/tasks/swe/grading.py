@@ -20,6 +20,7 @@ def grade(
     site: Sequence[str],
     *,
     shuffled: bool = True,
+    twins_first: bool = False,
     prepare: Callable[[Room], object] = lambda room: None,
 ) -> dict[str, Any]:
     """The verdict of `judge`, `judge_test` or `judge_choice` on the files that an environment holds now.
@@ -30,8 +31,10 @@ def grade(
 
     Every run has a verifier room of its own, so that none can tell the next what it saw, and their order is random, for
     the time since the agent's end tells the code under test its place in it. With `shuffled` off, for code that no
-    agent wrote, the tests come first, which alone refuse most of what is wrong. Raises GradingError if the machine
-    fails. A run that exceeds a limit is incomplete: reward 0; so is a verdict that is not there when `due` is over.
+    agent wrote, the tests come first, which alone refuse most of what is wrong; with
+    `twins_first` the twins, for a cheat that only they refuse, and the first that does is the last run. Raises
+    GradingError if the machine fails. A run that exceeds a limit is incomplete: reward 0; so is a verdict that is not
+    there when `due` is over.
     """
     spec = json.loads(tests["tests.json"])
     if spec["task"] == "pick":
@@ -44,7 +47,7 @@ def grade(
     reports: dict[str, in_room.Report] = {}
     verdict: dict[str, Any] = {}
     runs = random.SystemRandom().sample(spec["runs"], len(spec["runs"])) if shuffled else spec["runs"]
-    for run in runs:
+    for run in reversed(runs) if twins_first else runs:
         if environment.due is not None and time.monotonic() > environment.due:
             verdict = judge(spec, reports)
             return verdict | {"reward": 0.0, "flags": [*verdict["flags"], "no time is left"]}
@@ -62,7 +65,7 @@ def grade(
         environment.restore(kept)
         reports[run["name"]] = (canary, done.stdout, -9 if done.stopped else done.exit_code, nonce)
         verdict = judge(spec, reports)
-        known = spec["task"] != "repair" or "tests" in reports  # which tests pass
+        known = twins_first or spec["task"] != "repair" or "tests" in reports  # which tests pass
         if known and (verdict["failing"] or verdict["flags"]):  # the others could not change the reward
             break
     return verdict

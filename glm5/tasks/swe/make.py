@@ -56,10 +56,12 @@ def make(
     told: Callable[[str], None] = lambda line: None,
     featadd: FeatAdd | None = None,
     ask: Ask | None = None,
+    audit: Callable[[Path], dict[str, Any]] | None = None,
+    audited: float = 0.0,
 ) -> dict[str, Any]:
     """Build tasks into `out`; returns the summary. At most half of them are mutations, unless that is the only source.
     With `manifest`, the rows of another build with the same seed, only its tasks are built, and the summary says which
-    differ. `featadd` is the source of that name, `ask` a model that writes the texts.
+    differ. `featadd` is the source of that name; for `ask`, `audit` and `audited` see `Build`.
 
     With `modules` (of the interpreter's library) or `repos` (local git repositories, whose tests need the packages
     `requires`), the list of packages `listed` is left out. Raises UsageError for an unknown name, DataError for a bad
@@ -70,7 +72,9 @@ def make(
             raise UsageError(f"unknown source {source}{nearest(source, SOURCES)}; there are {', '.join(SOURCES)}.")
     if "featadd" in sources and (featadd is None or language != "python" or modules or repos):
         raise UsageError("the source featadd needs a model, and packages in Python from the list.")
-    build = Build(out, work, seed, rules or Rules(), DRIVERS[language], derived, _named(manifest), told, ask)
+    build = Build(
+        out, work, seed, rules or Rules(), DRIVERS[language], derived, _named(manifest), told, ask, audit, audited
+    )
     if featadd is not None:
         featadd = replace(featadd, stopping=lambda: build.stopping)
     if language == "python":
@@ -91,7 +95,10 @@ def make(
     made = build.run(jobs, per_package, count, at_once)["sources"]
     if "mutate" in sources:
         half = 2 * sum(row["tasks"] for source, row in made.items() if source != "mutate")
-        most = count if len(sources) == 1 else half if count is None else min(count, half)
+        if len(sources) == 1 or manifest is not None:  # the other build has kept to the half; this may be a part of it
+            most = count
+        else:
+            most = half if count is None else min(count, half)
         build.run([Job(p.name, functools.partial(_mutated, p, opened)) for p in chosen], per_package, most, at_once)
     return build.summary()
 

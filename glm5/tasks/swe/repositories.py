@@ -19,17 +19,13 @@ from typing import Any
 
 from glm5.errors import DataError
 from glm5.files import sha256_file
+from glm5.tasks.swe import sdist_backend
 from glm5.tasks.swe.candidate import Repository
 
 PACKAGES, CONSTRAINTS = (Path(__file__).parent / name for name in ("packages.toml", "constraints.txt"))
 MOST_UNPACKED = 200 << 20  # bytes
 MOST_FILES = 20_000
 PIP_S = 600.0
-BACKENDS = (
-    "setuptools<81", "wheel", "setuptools-scm", "hatchling", "hatch-vcs", "hatch-fancy-pypi-readme", "flit-core",
-    "flit-scm", "poetry-core", "pdm-backend",
-)  # fmt: skip
-"""What builds most packages. An environment with it for each release takes longer than its download."""
 TEST_FOLDERS = {"test", "tests"}
 NOT_SOURCE = {"docs", "doc", "examples", "example", "scripts", "benchmarks", "bench", "tools", "bin", "build", ".git"}
 TEST_FILE = re.compile(r"(test_.*|.*_tests?|tests?)\.py")
@@ -80,19 +76,20 @@ def pip(*arguments: str, modules: Path | None = None) -> None:
 
 
 def download(name: str, version: str, folder: Path) -> Path:
-    """The source distribution of one version, downloaded if it is not in `folder`. pip runs the package's own build
-    metadata step while it downloads, with BACKENDS, which are installed once, else with what the package asks for in an
-    environment of its own. Raises DataError."""
+    """The source distribution of one version, downloaded if it is not in `folder`. pip asks the
+    package's build backend for metadata while it downloads. `sdist_backend` answers; of the package, code runs only if
+    its backend is another one. Raises DataError."""
     folder.mkdir(parents=True, exist_ok=True)
     found = _sdist(name, version, folder)
     if found is None:
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             wanted = ("download", "--no-binary", ":all:", "--no-deps", "-d", scratch, f"{name}=={version}")
             try:
-                pip(*wanted, "--no-build-isolation", modules=install(BACKENDS, folder.parent / "backends"))
+                modules = sdist_backend.lay_out(Path(scratch, "backends"))
+                pip(*wanted, "--no-build-isolation", "--use-pep517", modules=modules)
             except DataError:
                 pip(*wanted)
-            for file in Path(scratch).iterdir():
+            for file in Path(scratch).glob("*.*"):
                 file.replace(folder / file.name)
         found = _sdist(name, version, folder)
     if found is None:

@@ -7,6 +7,7 @@ A test fails if it failed, ended in an error or is missing although the fixed st
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
 import shutil
@@ -390,7 +391,8 @@ def check(candidate: Candidate, folder: Path) -> None:
         room.restore(unsolved)
         if graded(room)["reward"] != 0.0:
             raise Rejected("no change passes")
-        if passing_cheats(folder, room, graded, QUICK)[1]:
+        cheated = functools.partial(grade, tests=tests, site=site, shuffled=False, twins_first=True)
+        if passing_cheats(folder, room, cheated, QUICK)[1]:
             raise Rejected("attack passes")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import marshal
 import shutil
@@ -19,13 +20,14 @@ from glm5.records import Message, ToolCall
 from glm5.sandbox.environment import NamespaceEnvironment
 from glm5.tasks.families import make_family
 from glm5.tasks.harbor.swe import audit, audit_sample
-from glm5.tasks.swe.attacks import cheats
-from glm5.tasks.swe.build import MOST_FAULTS, MOST_MISSES, Build, Job
+from glm5.tasks.swe.attacks import QUICK, cheats, passing_cheats
+from glm5.tasks.swe.build import MOST_FAULTS, MOST_MISSES, Build, Job, drawn
 from glm5.tasks.swe.candidate import Candidate, Repository
 from glm5.tasks.swe.copies import fix_is_elsewhere
 from glm5.tasks.swe.driver import APP, DRIVERS, RoomDriver, TestRun, open_room
 from glm5.tasks.swe.folder import SITE, read_tests
 from glm5.tasks.swe.grading import grade
+from glm5.tasks.swe.in_room import grade as in_room
 from glm5.tasks.swe.mutate import Mutations
 from glm5.tasks.swe.stdlib import standard_module
 from glm5.tasks.swe.validate import Baseline, Rejected, Rules, baseline, solve, validate
@@ -208,6 +210,24 @@ def test_every_cheat_scores_0(task: Path) -> None:
     assert len(cheats(task)) >= 21
 
 
+def test_a_twin_ends_what_only_twins_refuse(
+    task: Path, repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[list[str]] = []
+    judge = in_room.judge
+    monkeypatch.setattr(in_room, "judge", lambda spec, reports: runs.append(list(reports)) or judge(spec, reports))
+    graded = functools.partial(grade, tests=read_tests(task), site=repository.site, shuffled=False)
+    with open_room(task / "environment/repo", repository.site) as room:
+        before = room.snapshot()
+        for first in (False, True):
+            assert passing_cheats(task, room, functools.partial(graded, twins_first=first), QUICK)[1] == []
+        assert runs == [["tests"], ["tests", "twins/0"], ["twins/0"]]
+        runs.clear()
+        room.restore(before)
+        solve(task, room)
+        assert graded(room, twins_first=True)["reward"] == 1.0 and len(runs) == 2
+
+
 def test_an_audit_of_a_sample_goes_on(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def audited(path: Path, repeats: int) -> dict[str, Any]:
         if path.name == "b":
@@ -225,6 +245,28 @@ def test_an_audit_of_a_sample_goes_on(task: Path, tmp_path: Path, monkeypatch: p
     assert (first["audited"], every["audited"], len(told)) == (2, 4, 4)
     assert [(row["id"], row.get("error")) for row in every["bad"]] == [("b", "the room is gone"), ("c", None)]
     assert (every["ok"], every["tried"]) == (2, 63)
+
+
+def test_a_build_audits_a_share_that_a_later_audit_knows(
+    task: Path, repository: Repository, clean: Baseline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def judged(candidate: Candidate, clean: Any, driver: Any, rules: Any, folder: Path, *_: Any) -> dict[str, Any]:
+        shutil.copytree(task, folder)
+        return {"failing": candidate.id}
+
+    monkeypatch.setattr("glm5.tasks.swe.build.validate", judged)
+    monkeypatch.setattr(Build, "_baseline", lambda *_: clean)
+    bugs = [bug(repository, "return high", f"return {i}") for i in range(20)]
+    source: Any = SimpleNamespace(name="versions", candidates=lambda *_: iter(bugs))
+    row = {"ok": False, "tried": 0, "cheats": []}  # what is not ok stays in the list, and in the sample
+    build = Build(tmp_path, tmp_path / "work", audit=lambda path: {"id": path.name, **row}, audited=0.3)
+    build.run([Job("tiny", lambda: (repository, [source]))], per_package=99, count=None, at_once=1)
+    found = [json.loads(line)["id"] for line in (tmp_path / "audit.jsonl").read_text().splitlines()]
+    ids = [one.id for one in bugs]
+    assert found == [name for name in ids if drawn(name, 0) < 0.3] and 0 < len(found) < 20
+    assert all((tmp_path / "tasks" / name).is_dir() for name in ids)
+    monkeypatch.setattr("glm5.tasks.harbor.swe.audit", lambda *_: pytest.fail("audited before"))
+    assert audit_sample(tmp_path, len(found), 0)["audited"] == len(found)
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", "{}", '{"task": "repair"}', "[" * 99999])

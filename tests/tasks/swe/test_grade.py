@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import random
 import subprocess
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from glm5.tasks.swe.grading import laid_out
-from glm5.tasks.swe.in_room import grade
+from glm5.tasks.swe.in_room import grade, runner
 
 NONCE = "n"
 CANARY = grade.canary_files({"framework": "pytest", "canary_folder": ""}, random.Random(0))
@@ -178,3 +179,18 @@ def test_canaries_have_other_names_each_time() -> None:
     spec = {"framework": "pytest", "canary_folder": "tests"}
     names = {grade.canary_files(spec, random.SystemRandom())["file"] for _ in range(20)}
     assert len(names) > 15 and all(name.startswith("tests/test_") for name in names)
+
+
+def test_a_file_is_parsed_once_however_many_of_its_tests_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "test_a.py"
+    file.write_text("def test_a():\n    n = 1\n    assert (\n        n == 2\n    )\n\n\ndef test_b():\n    {}[0]\n")
+    parse, parsed, found = ast.parse, [], []
+    monkeypatch.setattr(ast, "parse", lambda text: parsed.append(text) or parse(text))
+    names: dict[str, Any] = {}
+    exec(compile(file.read_text(), str(file), "exec"), names)
+    for name in ("test_a", "test_b"):
+        with pytest.raises((AssertionError, KeyError)) as error:
+            names[name]()
+        found.append(runner.failing_line(error.tb, str(tmp_path)))
+    assert found == ["# n = 1\nassert (\n    n == 2\n)\n\n", "{}[0]\n\n"]
+    assert parsed.count(file.read_text()) == 1

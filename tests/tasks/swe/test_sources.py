@@ -6,14 +6,17 @@ import io
 import subprocess
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from glm5.errors import DataError, UsageError
+from glm5.tasks.swe import sdist_backend
+from glm5.tasks.swe.build import Build
 from glm5.tasks.swe.candidate import Candidate
 from glm5.tasks.swe.commits import Commits, fixes, open_commit
 from glm5.tasks.swe.make import make
-from glm5.tasks.swe.repositories import PACKAGES, download, from_tree, metadata, packages, unpack
+from glm5.tasks.swe.repositories import PACKAGES, download, from_tree, metadata, packages, pip, unpack
 from glm5.tasks.swe.versions import Versions
 from tests.tasks.swe.tiny import CLIP, TESTS, tiny
 
@@ -53,21 +56,40 @@ def test_a_hunk_is_within_its_file_and_that_within_the_release(tmp_path: Path) -
     assert {len(candidate.changes) for candidate in found if candidate.within and candidate.within.within} == {1}
 
 
-def test_a_release_is_downloaded_with_common_backends_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    called: list[tuple[bool, object]] = []
+def test_a_release_is_downloaded_without_its_backend_if_we_know_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[tuple[bool, bool]] = []
 
     def pip(*arguments: str, modules: Path | None = None) -> None:
-        called.append(("--no-build-isolation" in arguments, modules))
-        if modules is not None and "odd" in arguments[-2]:
-            raise DataError("no backend")
+        called.append(("--no-build-isolation" in arguments, modules is not None))
         name = next(a for a in arguments if "==" in a).replace("==", "-")
+        if modules is not None and "odd" in name:
+            raise DataError("no backend")
         Path(arguments[arguments.index("-d") + 1], f"{name}.tar.gz").touch()
 
     monkeypatch.setattr("glm5.tasks.swe.repositories.pip", pip)
-    monkeypatch.setattr("glm5.tasks.swe.repositories.install", lambda *_: tmp_path)
     for name in ("plain", "plain", "odd"):
         assert download(name, "1.0", tmp_path / "sdists").name == f"{name}-1.0.tar.gz"
-    assert called == [(True, tmp_path), (True, tmp_path), (False, None)]
+    assert called == [(True, True), (True, True), (False, False)]
+    assert sorted(path.name for path in (tmp_path / "sdists").iterdir()) == ["odd-1.0.tar.gz", "plain-1.0.tar.gz"]
+
+
+@pytest.mark.parametrize("backend", ["", "setuptools.build_meta", "poetry.core.masonry.api"])
+def test_pip_runs_no_code_of_a_source_distribution(tmp_path: Path, backend: str) -> None:
+    """Its metadata are those that it carries, whatever its set-up would say."""
+    files = {"PKG-INFO": b"Metadata-Version: 2.1\nName: some.thing\nVersion: 1.0\n", "setup.py": b"raise SystemExit(9)"}
+    if backend:
+        files["pyproject.toml"] = f'[build-system]\nrequires = ["none-of-it"]\nbuild-backend = "{backend}"\n'.encode()
+    with tarfile.open(tmp_path / "some.thing-1.0.tar.gz", "w:gz") as tar:
+        for name, data in files.items():
+            member = tarfile.TarInfo(f"some.thing-1.0/{name}")
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    out, modules = tmp_path / "out", sdist_backend.lay_out(tmp_path / "backends")
+    pip("download", "--no-build-isolation", "--use-pep517", "--no-index", "--no-deps", "--no-binary", ":all:", "-f",
+        str(tmp_path), "-d", str(out), "some.thing==1.0", modules=modules)  # fmt: skip
+    assert [path.name for path in out.iterdir()] == ["some.thing-1.0.tar.gz"]
 
 
 def test_changes_of_comments_only_are_no_candidates(tmp_path: Path) -> None:
@@ -157,6 +179,23 @@ def archive(path: Path, names: dict[str, bytes], link: str = "") -> Path:
             info.type, info.linkname = tarfile.SYMTYPE, link
             tar.addfile(info)
     return path
+
+
+@pytest.mark.parametrize(("named", "most"), [(False, 6), (True, None)])
+def test_at_most_half_are_mutations_unless_they_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool, most: int | None
+) -> None:
+    """A part of a list may have more of them than of the others."""
+    limits: list[int | None] = []
+
+    def run(self: Build, jobs: Any, per_package: int, count: int | None, at_once: int) -> dict[str, Any]:
+        limits.append(count)
+        return {"sources": {"versions": {"tasks": 3}, "mutate": {"tasks": 1}}}
+
+    monkeypatch.setattr(Build, "run", run)
+    (tmp_path / "m.jsonl").write_text('{"id": "a", "sha256": "b"}\n')
+    make(tmp_path, work=tmp_path, only=["parso"], manifest=tmp_path / "m.jsonl" if named else None)
+    assert limits == [None, most]
 
 
 def test_links_of_an_archive_are_left_out(tmp_path: Path) -> None:

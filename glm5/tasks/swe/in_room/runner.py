@@ -14,6 +14,7 @@ pytest is imported before the code under test is importable, so that a module of
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -115,11 +116,9 @@ def failing_line(tb: Any, root: str) -> str:
             continue
         if linecache.getline(path, line).lstrip().startswith(("def ", "@")):
             continue  # a wrapper that shows itself as the test
-        try:
-            tree = ast.parse("".join(linecache.getlines(path)))
-        except (SyntaxError, ValueError):
+        spans = statements(path)
+        if spans is None:
             return ""
-        spans = [(n.lineno, n.end_lineno or n.lineno) for n in ast.walk(tree) if isinstance(n, (ast.Assert, ast.Expr))]
         inside = [s for s in spans if s[0] <= line <= s[1]]
         start, end = max(inside, default=(line, line))
         text = textwrap.dedent("".join(linecache.getlines(path)[start - 1 : end]))
@@ -131,6 +130,20 @@ def failing_line(tb: Any, root: str) -> str:
         told = [f"# {name} = {value!r}\n" for name, value in values if type(value) in PLAIN and len(repr(value)) < 120]
         return "".join(told) + text.rstrip("\n") + "\n\n"
     return ""
+
+
+@functools.cache
+def statements(path: str) -> list[tuple[int, int]] | None:
+    """(first, last line) of the assertions and expressions of a file, parsed once, for a bug may fail all of its tests.
+    None if it does not parse."""
+    import ast
+    import linecache
+
+    try:
+        tree = ast.parse("".join(linecache.getlines(path)))
+    except (SyntaxError, ValueError):
+        return None
+    return [(n.lineno, n.end_lineno or n.lineno) for n in ast.walk(tree) if isinstance(n, (ast.Assert, ast.Expr))]
 
 
 def run_pytest(spec: dict[str, Any], report: Report) -> int:
