@@ -18,6 +18,8 @@ WIDE, INDEX = 4, 8
 """Bytes of an fp32 number and of an int64 index."""
 LOGIT_ROWS = 512
 """Rows of logits in memory at a time (`CHUNK_ROWS` of `glm5/ops/cross_entropy.py`)."""
+KL_BLOCK = 1 << 21
+"""Elements of a block of queries, heads and keys (`BLOCK_ELEMENTS` of `glm5/ops/indexer_kl.py`)."""
 ROW_TILE = 16
 """On a CPU, the rows of every expert are padded to a multiple of this."""
 
@@ -119,6 +121,18 @@ def gradient_bytes(config: GLM5Config, step: Forward, layer: int, divided: bool 
     entering = rows * c.hidden_size * sent + 2 * c.hidden_size
     at_weights = 2 * c.hidden_size + rows * (2 * inner - (c.hidden_size if rows > 1 else 0) - 3 * inner)
     return step.tokens * entering * step.item, step.tokens * at_weights * step.item
+
+
+def divergence_bytes(config: GLM5Config, step: Forward) -> int:
+    """On a CPU, a block of an indexer's loss over all keys, and its gradient (`glm5/ops/indexer_kl.py`). Elsewhere a
+    kernel keeps none."""
+    if step.attention != "warmup" or not step.cpu:
+        return 0
+    heads = config.index_n_heads
+    query = step.rows * step.length * max(heads, config.num_attention_heads)
+    queries = min(step.length // step.cp, max(1, KL_BLOCK // query))
+    # Per head scores, which of them are above 0, and gradients twice; then target, scores, gradient and a mask.
+    return step.rows * queries * step.length * (heads * (3 * WIDE + 1) + 4 * WIDE + 1)
 
 
 def exchanged_bytes(config: GLM5Config, step: Forward) -> int:

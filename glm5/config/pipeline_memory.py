@@ -9,7 +9,15 @@ from functools import lru_cache
 from operator import mul
 from typing import TYPE_CHECKING, NamedTuple
 
-from glm5.config.activations import INDEX, WIDE, again_bytes, gradient_bytes, kept_by_heads, logits_bytes
+from glm5.config.activations import (
+    INDEX,
+    WIDE,
+    again_bytes,
+    divergence_bytes,
+    gradient_bytes,
+    kept_by_heads,
+    logits_bytes,
+)
 from glm5.config.deferred_bytes import deferred_bytes
 from glm5.config.pipeline import Span
 from glm5.config.pipeline_schedule import rank_schedule, repeating, turns
@@ -261,6 +269,7 @@ def pipeline_moments(step: RankStep, fixed: dict[str, int]) -> Iterator[tuple[st
                 continue
             entering, at_weights = gradient_bytes(c, forward, layer, s.ep > 1)
             work = max(entering, 0 if frozen else step.sizes[layer].widest * forward.item + at_weights)
+            work += divergence_bytes(c, forward)
             more = {"activations: computed again": again_bytes(c, forward, layer), "working": work}
             more |= {"activations: freed": -freed, "gradients: of later depths": earlier}
             yield "backward", f"layer {layer}", {**alive, **more}

@@ -10,6 +10,7 @@ from glm5.config.activations import (
     WIDE,
     Forward,
     again_bytes,
+    divergence_bytes,
     exchanged_bytes,
     gradient_bytes,
     kept_by_heads,
@@ -241,6 +242,8 @@ class RankStep:
                     alive["gathered: blocks"] = (
                         size.whole - (size.experts if s.ep > 1 else 0)
                     ) * item  # the first group
+                if frozen:  # the last layer is copied out of what was gathered, and its indexer has a loss
+                    alive["working"] = divergence_bytes(c, forward) + sharded * size.whole * item
                 if summed:
                     alive["gradients on their way"] = summed
                 yield Moment("loss", f"output after {name}", alive)

@@ -99,3 +99,5 @@ def test_hidden_states_that_nothing_answers_do_not_pile_up(job: Any, starts: dic
     few, many = (ranks[0] for ranks in job(2, *({**task, "rows": rows} for rows in (4, 16))))
     assert many["sent"] == 4 * few["sent"] == many["told"]
     assert many["peak"] - few["peak"] < few["sent"]
+    for found in (few, many):
+        assert found["predicted"] == pytest.approx(found["peak"], rel=0.05), found["where"]
