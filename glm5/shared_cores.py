@@ -56,9 +56,13 @@ def waited() -> int | None:
         return None
 
 
+_watching = threading.Lock()
+"""Held from the first call of `watch_cores` on."""
+
+
 def watch_cores() -> None:
-    """Start the thread that looks after it, on Linux. It costs about 0.1 % of a core."""
-    if sys.platform == "linux" and waited() is not None:
+    """Start the thread that looks after it, once in a process, on Linux. It costs about 0.1 % of a core."""
+    if sys.platform == "linux" and waited() is not None and _watching.acquire(blocking=False):
         threading.Thread(target=_watch, name="glm5-cores", daemon=True).start()
 
 

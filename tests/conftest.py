@@ -20,7 +20,10 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import hypothesis
 import pytest
 
+from glm5 import process
 from tests.forks import Forks
+
+process.watch_cores = lambda: None  # tests that call the command line in this process would each start the thread
 
 if TYPE_CHECKING:  # torch costs seconds, and many tests do without
     import torch

@@ -60,6 +60,20 @@ def test_one_more_team_comes_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
             assert not thread.is_alive()
 
 
+def test_one_watch_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+    monkeypatch.setattr(shared_cores, "_watching", threading.Lock())
+    monkeypatch.setattr(shared_cores, "waited", lambda: 0)
+    monkeypatch.setattr(shared_cores, "_watch", lambda: begun.append("one"))
+    monkeypatch.setattr(shared_cores.sys, "platform", "linux")
+    for _ in range(3):
+        shared_cores.watch_cores()
+    for thread in threading.enumerate():
+        if thread.name == "glm5-cores":
+            thread.join(30)
+    assert begun == ["one"]
+
+
 def test_a_system_that_does_not_tell_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_cores.os, "listdir", lambda _: (_ for _ in ()).throw(PermissionError))
     assert waited() is None
