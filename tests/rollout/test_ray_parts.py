@@ -285,10 +285,13 @@ def test_the_command_line_takes_a_cluster(ray: Any, monkeypatch: pytest.MonkeyPa
     assert "pip install 'glm5[ray]'" in str(serve("--ray auto")) and not started
 
 
-def test_a_node_that_does_not_see_the_checkpoint_says_so(ray: Any, tmp_path: Path) -> None:
+def test_a_node_that_does_not_see_the_checkpoint_says_so(
+    ray: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     from glm5.rollout.node_files import fingerprint
-    from glm5.rollout.ray_actors import RayEngine
+    from glm5.rollout.ray_actors import Leased, RayEngine
 
+    monkeypatch.setattr(Leased, "_watch", lambda self: None)  # it would end this process a minute later
     ray.util = SimpleNamespace(get_node_ip_address=lambda: "10.0.0.7")
     job = job_in(tmp_path)
     seen, engine = fingerprint(tmp_path), RayEngine("run")
