@@ -684,6 +684,9 @@ def test_a_smaller_number_keeps_engines_that_take_requests() -> None:
             for rank in (0, 1):
                 growing.started[rank].process.ended.set()  # type: ignore[attr-defined]
             await growing.until("starting", "starting", "up")
+            async with asyncio.timeout(10):
+                while len(shares) < 2:  # each start begins in a task of its own
+                    await asyncio.sleep(0.005)
             shown = (await growing.ask(1)).json()
             assert shown["engines"] == {"any": {"wanted": 1, "up": 1}}
             healthy.set()
