@@ -67,8 +67,8 @@ def watch_cores() -> None:
 
 
 def _watch() -> None:
-    state, leave = Waiting(), threading.Event()
-    held = False
+    state = Waiting()
+    leave: threading.Event | None = None  # ends the one more team, if there is one
     before, began = waited(), time.monotonic_ns()
     while True:
         time.sleep(SECONDS)
@@ -77,13 +77,12 @@ def _watch() -> None:
             return
         busy = state.note(max(0, now - before) / (at - began))
         before, began = now, at
-        if busy and not held and sys.modules.get("torch") is not None:  # the command line forbids it by None
+        if busy and leave is None and sys.modules.get("torch") is not None:  # the command line forbids it by None
             leave = threading.Event()
             threading.Thread(target=_hold, args=(leave,), name="glm5-more-threads", daemon=True).start()
-            held = True
-        elif held and not busy:
+        elif leave is not None and not busy:
             leave.set()
-            held = False
+            leave = None
 
 
 def _hold(leave: threading.Event) -> None:

@@ -202,17 +202,6 @@ def _dot(counts: Sequence[int], sizes: Sequence[int]) -> int:
     return sum(map(mul, counts, sizes))
 
 
-def _total(one: Flying, costs: _Costs) -> int:
-    return (
-        sum(n * (a + b) for n, a, b in zip(one.active, costs.stored, costs.states))
-        + _dot(one.waiting, costs.waiting)
-        + _dot(one.returned, costs.returned)
-        + _dot(one.summed, costs.summed)
-        + (costs.whole[one.summing] if one.summing >= 0 else 0)
-        + one.buffers * costs.buffer
-    )
-
-
 def _named(step: RankStep, one: Flying, costs: _Costs) -> dict[str, int]:
     found = {
         "gradients": _dot(one.summed, costs.summed),
@@ -234,11 +223,12 @@ def most_in_flight(step: RankStep) -> list[tuple[Flying, dict[str, int]]]:
     """Of the states in which a process computes each kind of backward pass of each stage, the one with most bytes, and
     these by name."""
     s, costs = step.setting, _costs(step)
-    most: dict[tuple[str, int], tuple[int, Flying]] = {}
+    most: dict[tuple[str, int], tuple[int, Flying, dict[str, int]]] = {}
     for one in in_flight(s.pp, s.stages_per_rank, step.rank, s.parts, s.deferred):
-        key = one.kind, one.chunk
-        most[key] = max(most.get(key, (-1, one)), (_total(one, costs), one))
-    return [(one, _named(step, one, costs)) for _, one in most.values()]
+        held = _named(step, one, costs)
+        key, found = (one.kind, one.chunk), (sum(held.values()), one, held)
+        most[key] = max(most.get(key, found), found, key=lambda each: each[:2])
+    return [(one, held) for _, one, held in most.values()]
 
 
 def pipeline_moments(step: RankStep, fixed: dict[str, int]) -> Iterator[tuple[str, str, dict[str, int]]]:

@@ -31,10 +31,9 @@ def grade(
 
     Every run has a verifier room of its own, so that none can tell the next what it saw, and their order is random, for
     the time since the agent's end tells the code under test its place in it. With `shuffled` off, for code that no
-    agent wrote, the tests come first, which alone refuse most of what is wrong; with
-    `twins_first` the twins, for a cheat that only they refuse, and the first that does is the last run. Raises
-    GradingError if the machine fails. A run that exceeds a limit is incomplete: reward 0; so is a verdict that is not
-    there when `due` is over.
+    agent wrote, the tests come first, which alone refuse most of what is wrong; with `twins_first` the twins, for a
+    cheat that only they refuse, and the first that does is the last run. Raises GradingError if the machine fails. A
+    run that exceeds a limit is incomplete: reward 0; so is a verdict that is not there when `due` is over.
     """
     spec = json.loads(tests["tests.json"])
     if spec["task"] == "pick":

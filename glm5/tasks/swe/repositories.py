@@ -76,9 +76,9 @@ def pip(*arguments: str, modules: Path | None = None) -> None:
 
 
 def download(name: str, version: str, folder: Path) -> Path:
-    """The source distribution of one version, downloaded if it is not in `folder`. pip asks the
-    package's build backend for metadata while it downloads. `sdist_backend` answers; of the package, code runs only if
-    its backend is another one. Raises DataError."""
+    """The source distribution of one version, downloaded if it is not in `folder`. pip asks the package's build backend
+    for metadata while it downloads. `sdist_backend` answers; the package's own code runs only if its backend is another
+    one. Raises DataError."""
     folder.mkdir(parents=True, exist_ok=True)
     found = _sdist(name, version, folder)
     if found is None:

@@ -7,7 +7,6 @@ A test fails if it failed, ended in an error or is missing although the fixed st
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import random
 import shutil
@@ -380,8 +379,8 @@ def check(candidate: Candidate, folder: Path) -> None:
     """The written task: its solution scores 1, no change scores 0, so does the cheat of QUICK. Raises Rejected."""
     tests, site = read_tests(folder), candidate.repository.site
 
-    def graded(room: NamespaceEnvironment) -> dict[str, Any]:
-        return grade(room, tests, site, shuffled=False)
+    def graded(room: NamespaceEnvironment, twins_first: bool = False) -> dict[str, Any]:
+        return grade(room, tests, site, shuffled=False, twins_first=twins_first)
 
     with open_room(folder / "environment/repo", site) as room:
         unsolved = room.snapshot()
@@ -391,8 +390,7 @@ def check(candidate: Candidate, folder: Path) -> None:
         room.restore(unsolved)
         if graded(room)["reward"] != 0.0:
             raise Rejected("no change passes")
-        cheated = functools.partial(grade, tests=tests, site=site, shuffled=False, twins_first=True)
-        if passing_cheats(folder, room, cheated, QUICK)[1]:
+        if passing_cheats(folder, room, lambda room: graded(room, twins_first=True), QUICK)[1]:
             raise Rejected("attack passes")
 
 
