@@ -104,3 +104,10 @@ def test_a_claim_has_one_answer(paper: Any, tmp_path: Path, monkeypatch: pytest.
         (tmp_path / "claims.toml").write_text(f'[[claims]]\nsection = "s"\nclaim = "c"\n{answers}\n')
         with pytest.raises(ValueError, match="one of card"):
             paper.claims()
+
+
+def test_the_tables_of_swe_tasks_are_those_of_the_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    swe = importlib.import_module("swe")
+    made = ".venv/bin/python docs/swe.py makes them anew"
+    assert (ROOT / "docs" / "results" / "swe" / "README.md").read_text(encoding="utf-8") == swe.page(), made

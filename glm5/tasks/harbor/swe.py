@@ -20,7 +20,7 @@ from glm5.tasks.swe.build import drawn
 from glm5.tasks.swe.driver import APP
 from glm5.tasks.swe.grading import grade
 
-LEAST_CHEAT_S = 10.0
+LEAST_CHEAT_S = 5.0
 
 
 def judge(task: TaskRoom, *, shuffled: bool = True, timeout_s: float | None = None) -> TrialResult:
@@ -46,8 +46,10 @@ def audit(path: Path, repeats: int = 3, bases: Mapping[str, Mapping[str, Path]] 
     rewards; the solution is applied and the agent's tests are deleted. `tried` is the number of cheats, `cheats` are
     the names of those that do not score 0.
 
-    Doing nothing and the cheats are graded with the tests first, which tells a cheat more than an agent knows, and get
-    four times what the solution took, at least `LEAST_CHEAT_S`: some never end. Raises what `TaskRoom` raises."""
+    Doing nothing and the cheats are graded with the tests first, which tells a cheat more than an agent knows, and each
+    of their runs gets four times what one with the solution took, at least `LEAST_CHEAT_S`: some never end.
+
+    Raises what `TaskRoom` raises."""
     folder = TaskFolder.read(path)
     spec = spec_of(folder.tests["tests.json"].data, path)
     with TaskRoom(folder, bases=bases) as task:
@@ -56,7 +58,7 @@ def audit(path: Path, repeats: int = 3, bases: Mapping[str, Mapping[str, Path]] 
         task.room.exec(["/bin/rm", "-rf", *(f"{APP}/{path}" for path in spec["protected"])])
         start = time.monotonic()
         solved = [judge(task).reward for _ in range(repeats)]
-        limit = max(LEAST_CHEAT_S, 4 * (time.monotonic() - start) / repeats)
+        limit = max(LEAST_CHEAT_S, 4 * (time.monotonic() - start) / (repeats * len(spec["runs"])))
 
         def graded(_: NamespaceEnvironment) -> dict[str, Any]:
             return {"reward": judge(task, shuffled=False, timeout_s=limit).reward}
