@@ -269,7 +269,13 @@ def run_junit(suite: Any) -> None:
     jars = ":".join(sorted(p for pattern in build["jars"] for p in glob.glob("/usr/share/java/" + pattern)))
     flags = ["-nowarn", "-proc:none", "-encoding", "UTF-8", "-g", "-implicit:class", "-J-XX:TieredStopAtLevel=1",
              "-J-Xshare:auto", "-J-XX:+UseSerialGC", "-Xmaxerrs", "1000"]  # fmt: skip
-    path = ":".join(os.path.join(suite.root, folder) for folder in (*build["helpers"], *build["sources"]))
+    stubs = os.path.join(suite.scratch, "stubs")
+    for name, text in build.get("stubs", {}).items():  # sources that stand for a library
+        os.makedirs(os.path.dirname(os.path.join(stubs, name)), exist_ok=True)
+        with open(os.path.join(stubs, name), "w", encoding="utf-8") as stream:
+            stream.write(text)
+    folders = [os.path.join(suite.root, folder) for folder in (*build["helpers"], *build["sources"])]
+    path = ":".join([*folders, stubs])
     whole = [p for folder in build["sources"] for p in _java(os.path.join(suite.root, folder))]
     chosen = {os.path.join(suite.root, file): file for file in suite.files}
     listed = os.path.join(suite.scratch, "sources")

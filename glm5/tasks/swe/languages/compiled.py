@@ -20,6 +20,7 @@ sources = ["src/main/java"]         # folders
 helpers = ["src/test/java"]         # folders of tests; their files that are no test files are compiled too
 resources = ["src/test/resources"]  # folders on the class path
 jars = ["junit4.jar"]               # patterns below /usr/share/java
+stubs = { "a/B.java" = "..." }      # sources that stand for a library
 whole = true                        # compile all sources, also those that no test file names (default: false)
 ```
 
@@ -103,7 +104,7 @@ PROTECTED = {
 }  # fmt: skip
 SYSTEM = {
     "c": "gcc libc6-dev make", "cpp": "g++ make libgtest-dev libgmock-dev", "rust": "cargo-web",
-    "java": "default-jdk-headless junit4 junit5 libcommons-lang3-java libguava-java",
+    "java": "default-jdk-headless junit4 junit5 libcommons-lang3-java libguava-java libre2j-java",
 }  # fmt: skip
 
 STUB = "/* The tests of this file are not shown. */\nint main(void)\n{\n    return 77;\n}\n"
