@@ -253,6 +253,33 @@ def test_a_folder_that_may_only_be_listed_looks_empty(tmp_path: Path) -> None:
     assert found == ["/open", "/shut"]
 
 
+def test_a_terminal_of_a_room_never_becomes_ours() -> None:
+    """A process that leads a session gets the first terminal that it opens, and ends when that does."""
+    program = """
+import os
+from glm5.sandbox.room_files import RoomFileError, RoomFiles
+program, terminal = os.openpty()
+try:
+    RoomFiles(os.open("/", os.O_RDONLY), None).read(os.ttyname(terminal), 1)
+except RoomFileError as error:
+    print(error)
+print(open("/proc/self/stat").read().rpartition(")")[2].split()[4])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, start_new_session=True)
+    refusal, owned = done.stdout.splitlines()
+    assert (refusal.endswith("is not a regular file."), owned) == (True, "0")
+
+
+def test_a_path_of_many_folders(tmp_path: Path) -> None:
+    files = RoomFiles(os.open(tmp_path, os.O_RDONLY), None)
+    deep = "/d" * 1500 + "/file"
+    files.write(deep, b"here")
+    assert files.read(deep, 9) == b"here"
+    with pytest.raises(RoomFileError, match="too long"):
+        files.write("/d" * 3000 + "/file", b"")
+    os.close(files.root)
+
+
 def test_at_its_due_time_a_program_ends_whatever_its_limit(room: NamespaceEnvironment) -> None:
     room.due = time.monotonic() + 0.5
     run = room.exec("for i in 1 2 3 4 5 6 7 8; do while :; do :; done & done; wait", timeout_s=60)
