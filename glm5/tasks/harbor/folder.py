@@ -98,7 +98,8 @@ def without_canary(text: str) -> str:
 
 def test_dependencies(path: Path, tests: Files) -> dict[str, Path | None]:
     """The folders with the test dependencies of a SWE task by their places in its rooms: those among `work/bases` of
-    the folders above the task with the digests of its `tests.json`."""
+    the folders above the task with the digests of its `tests.json`. Those that a link below `work/bases` leads to do
+    not count: tasks may come from anywhere, and must not name folders of this machine."""
     try:
         wanted = dict(json.loads(tests["tests.json"].data)["site_sha256"])
     except (LookupError, TypeError, ValueError, RecursionError):
@@ -106,6 +107,7 @@ def test_dependencies(path: Path, tests: Files) -> dict[str, Path | None]:
     if not wanted.get(SITE):
         return {}
     found = (site for above in path.resolve().parents[:3] for site in sorted(above.glob(f"work/bases/*{SITE}")))
+    found = (site for site in found if not any(part.is_symlink() for part in (site, *site.parents[:3])))
     return {SITE: next((site for site in found if _site_digest(str(site)) == wanted[SITE]), None)}
 
 
