@@ -84,6 +84,7 @@ def test_schema_versions(version: str) -> None:
         ("[[steps]]\nname = 'a'\n[[steps]]\nname = 'A'", "same name"),
         ("environment = 3", "environment"),
         ("a." * 100 + "b = 1", "parts"),
+        ("[environment.healthcheck]\ncommand = 'x'\ninterval_sec = 1e300", "healthcheck.interval_sec"),
     ],
 )
 def test_bad_configurations(text: str, said: str) -> None:
