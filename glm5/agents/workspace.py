@@ -33,6 +33,8 @@ MOST_DIFF_LINES = 20_000
 GIT_S = 60.0
 _QUIET = ("-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=false")
 """The repository may come from anywhere: none of its programs is to run here."""
+NO_FETCH = {"GIT_ALLOW_PROTOCOL": "none", "GIT_NO_LAZY_FETCH": "1"}
+"""Nor the one that a partial clone names to fetch the objects that it lacks."""
 
 
 @dataclass(frozen=True)
@@ -248,11 +250,16 @@ def safety_commit(repo: Path, name: str, paths: Iterable[str] = ()) -> str:
         head = _git(repo, ["rev-parse", "--verify", "--quiet", "HEAD"], check=False)
         if head:
             _git(repo, ["read-tree", "HEAD"], index)
-        _git(repo, ["add", "--all"], index)
+        entries = _git(repo, ["ls-files", "--stage", "-z"], index).split("\0")
+        modules = [entry.partition("\t")[2] for entry in entries if entry.startswith("160000 ")]
+        # git would ask each for its state, with the programs of its own settings.
+        wanted = "\0".join([".", *(f":(exclude,literal){module}" for module in modules)])
+        from_input = ["--pathspec-from-file=-", "--pathspec-file-nul"]
+        _git(repo, ["add", "--all", *from_input], index, stdin=os.fsencode(wanted))
         there = b"\0".join(os.fsencode(path) for path in paths if _is_file(repo, path))
         if there:
             literal = index | {"GIT_LITERAL_PATHSPECS": "1"}
-            _git(repo, ["add", "--force", "--pathspec-from-file=-", "--pathspec-file-nul"], literal, stdin=there)
+            _git(repo, ["add", "--force", *from_input], literal, stdin=there)
         tree = _git(repo, ["write-tree"], index)
     who = {f"GIT_{role}_{key}": "glm5" for role in ("AUTHOR", "COMMITTER") for key in ("NAME", "EMAIL")}
     parent = ["-p", head] if head else []
@@ -281,14 +288,14 @@ def _git(
             capture_output=True,
             timeout=GIT_S,
             input=stdin,
-            env=dict(os.environ) | dict(env or {}),
+            env=dict(os.environ) | NO_FETCH | dict(env or {}),
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UsageError(f"git is needed to change a repository in place: {error}.") from error
     if done.returncode and check:
         why = done.stderr.decode("utf-8", "replace").strip().splitlines() or [""]
         raise UsageError(f"git {arguments[0]} fails in {repo}: {why[-1][:200]}")
-    return done.stdout.decode("utf-8", "replace").strip()
+    return os.fsdecode(done.stdout).strip()
 
 
 def diff(repo: Path, files: Mapping[str, File], since: Mapping[str, File] | None = None) -> str:

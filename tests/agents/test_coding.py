@@ -361,6 +361,39 @@ def test_no_program_of_the_repository_runs_outside_of_the_room(repo: Path, tmp_p
     assert kept.stdout == (repo / "sums.py").read_bytes() and not ran.exists()
 
 
+def test_no_program_of_a_submodule_or_of_a_partial_clone_runs_either(repo: Path, tmp_path: Path) -> None:
+    ran, program = tmp_path / "ran", tmp_path / "program"
+    program.write_text(f"#!/bin/sh\necho $0 >> {ran}\ncat\n")
+    program.chmod(0o755)
+
+    def git(where: Path, *words: str) -> str:
+        command = ["git", "-C", str(where), "-c", "user.name=x", "-c", "user.email=x@x", *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    for where in (repo / "part", repo):
+        git(where.parent, "init", "-q", str(where))
+        (where / "folder").mkdir()
+        (where / "folder/a").write_text("a\n")
+        git(where, "add", "-A")
+        git(where, "commit", "-qm", "x")
+    (repo / "part/.gitattributes").write_text("* filter=y\n")
+    (repo / "part/folder/a").write_text("b\n")
+    git(repo / "part", "config", "filter.y.clean", str(program))
+    git(repo / "part", "config", "core.fsmonitor", str(program))
+    git(repo, "rm", "--cached", "-q", "sums.py")
+    safety_commit(repo, "agent-test", ["sums.py"])
+    listed = git(repo, "ls-tree", "-r", "--name-only", "refs/glm5/agent-test").splitlines()
+    assert listed == ["folder/a", "part", "sums.py", "test_sums.py"] and not ran.exists()
+    tree = git(repo, "rev-parse", "HEAD:folder")
+    (repo / ".git/objects" / tree[:2] / tree[2:]).unlink()
+    settings = ("extensions.partialClone", "origin"), ("remote.origin.promisor", "true"), ("remote.origin.url", str(repo))
+    for key, value in (*settings, ("core.repositoryformatversion", "1"), ("remote.origin.uploadpack", str(program))):
+        git(repo, "config", key, value)
+    with pytest.raises(UsageError, match=r"git read-tree fails"):
+        safety_commit(repo, "agent-test", ["sums.py"])
+    assert not ran.exists()
+
+
 def test_a_hostile_repository(repo: Path, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.mkdir()

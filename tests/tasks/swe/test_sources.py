@@ -136,6 +136,16 @@ def test_commits_that_fix_source_and_tests(history: Path, tmp_path: Path, monkey
     assert repository.read("tests/test_ranges.py") == TESTS
 
 
+def test_no_program_of_a_repository_runs(history: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`git archive` would write files as the repository's filters make them."""
+    (history / ".git/info/attributes").write_text("* filter=x\n")
+    for key, value in (("smudge", f"touch {tmp_path}/ran; cat"), ("required", "true")):
+        subprocess.run(["git", "-C", str(history), "config", f"filter.x.{key}", value], check=True)
+    monkeypatch.setattr("glm5.tasks.swe.commits.install", lambda requirements, folder: tmp_path)
+    repository, _ = open_commit(history, next(fixes(history, 1)), (), tmp_path / "work", "MIT")
+    assert repository.read("tiny/ranges.py") == CLIP and not (tmp_path / "ran").exists()
+
+
 def test_a_folder_without_history_is_a_data_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="git log"):
         list(fixes(tmp_path, 10))
