@@ -166,9 +166,10 @@ class TaskRoom:
 
     def _verify(self, so_far: TrialResult) -> TrialResult:
         config = self.folder.config.verifier
-        env = {**self.env, **resolve_env(config.env, self.given, "[verifier] env")}
-        if self.room.machine:
-            env.setdefault("PATH", verifier_path())
+        given = resolve_env(config.env, self.given, "[verifier] env")
+        env = {**self.env, **given}
+        if self.room.machine and "PATH" not in given:
+            env["PATH"] = verifier_path(self.env.get("PATH", ""))
         env |= {"HOME": "/tmp", "PYTHONNOUSERSITE": "1"}
         tests = {f"/tests/{name}": file.data for name, file in self.folder.tests.items() if not name.endswith("/")}
         modes = {f"/tests/{name}": 0o755 if f.executable else 0o644 for name, f in self.folder.tests.items()}
