@@ -94,6 +94,7 @@ class NamespaceEnvironment(Room):
         read_only: Files and folders of the machine to show at their own paths. Programs can read all of them.
         writable: More folders that programs may write, empty at first. `/tmp`, `/home/agent`, `/usr/local` and the top
             folder itself are always writable.
+        hidden: Folders of the machine to show empty, in what else is shown.
         limits: See `RoomLimits`.
         gateway: Where connections to the room's 127.0.0.1:8100 lead: path of a Unix socket, or host and port.
 
@@ -106,11 +107,13 @@ class NamespaceEnvironment(Room):
         *,
         read_only: Sequence[str | Path] = (),
         writable: Sequence[str] = (),
+        hidden: Sequence[str] = (),
         limits: RoomLimits = LIMITS,
         gateway: Address | None = None,
         mode: str | None = None,
     ) -> None:
-        self._set_up(_request(dict(trees or {}), read_only, writable), limits, gateway, mode or environment_mechanism())
+        request = _request(dict(trees or {}), read_only, writable, hidden)
+        self._set_up(request, limits, gateway, mode or environment_mechanism())
 
     def _set_up(self, request: dict[str, Any], limits: RoomLimits, gateway: Address | None, mode: str) -> None:
         super().__init__(limits, gateway)
@@ -229,7 +232,10 @@ _Row = tuple[str, list[str], list[str]]
 
 
 def _request(
-    trees: dict[str, Path | str | Sequence[Path | str]], read_only: Sequence[str | Path], writable: Sequence[str]
+    trees: dict[str, Path | str | Sequence[Path | str]],
+    read_only: Sequence[str | Path],
+    writable: Sequence[str],
+    hidden: Sequence[str],
 ) -> dict[str, Any]:
     """The keeper's input; see `environment_launcher.Keeper`."""
     rows: list[_Row] = []
@@ -261,11 +267,11 @@ def _request(
         kept.append(real_path)
     kept = sorted({path for path in kept if not inside(path, [*kept, local]) and not path.startswith("/dev/")})
     kept += python_files(interpreter(), sys.base_prefix, local)
-    hidden = str(PACKAGE if PACKAGE.parent.name.endswith("-packages") else PACKAGE.parent)
+    secret = {str(PACKAGE if PACKAGE.parent.name.endswith("-packages") else PACKAGE.parent), *hidden}
     return {
         "trees": sorted(rows),
         "shown": kept,
-        "hidden": [hidden] if inside(hidden, [*kept, local]) else [],
+        "hidden": sorted(path for path in secret if inside(path, [*kept, local]) and not inside(path, secret)),
         "links": [*links.items(), *(link for link in LINKS if link[0] not in ("/dev/random", "/dev/shm")),
                   ("/dev/ptmx", "pts/ptmx")],
         "folders": FOLDERS,

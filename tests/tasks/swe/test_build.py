@@ -7,6 +7,7 @@ import json
 import marshal
 import os
 import shutil
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -20,7 +21,9 @@ from glm5.errors import DataError, GradingError
 from glm5.records import Message, ToolCall
 from glm5.sandbox.environment import NamespaceEnvironment
 from glm5.tasks.families import make_family
+from glm5.tasks.harbor.folder import TaskFolder
 from glm5.tasks.harbor.swe import audit, audit_sample
+from glm5.tasks.harbor.trial import TaskRoom
 from glm5.tasks.swe.attacks import QUICK, cheats, passing_cheats
 from glm5.tasks.swe.build import MOST_FAULTS, MOST_MISSES, Build, Job, drawn
 from glm5.tasks.swe.candidate import Candidate, Repository
@@ -186,6 +189,24 @@ def test_a_fix_that_stands_elsewhere_is_no_task(
     if found:
         with pytest.raises(Rejected, match="fix elsewhere"):
             validate(candidate, clean, DRIVER, RULES, tmp_path / "task")
+
+
+def test_a_fix_among_the_test_dependencies_is_no_task(repository: Repository, clean: Baseline, tmp_path: Path) -> None:
+    """As soupsieve has beautifulsoup4 among its own, which needs soupsieve."""
+    (tmp_path / "site/tiny").mkdir(parents=True)
+    (tmp_path / "site/tiny/ranges.py").write_text(CLIP)
+    candidate = bug(repository, "    if x > high:\n        return high", "    if x > high:\n        return low")
+    assert fix_is_elsewhere(candidate) is None
+    more = replace(repository, site=(*repository.site, str(tmp_path / "site")))
+    assert fix_is_elsewhere(replace(candidate, repository=more)) == f"{tmp_path}/site/tiny/ranges.py"
+
+
+def test_the_machines_python_packages_are_hidden(task: Path) -> None:
+    """Some machine has the repository's package, with the fix in it."""
+    folders = f"/usr/lib/python3*/*-packages {sys.base_prefix}/lib/python3*/*-packages"
+    with TaskRoom(replace(TaskFolder.read(task), trees={SITE: Path(site())})) as room:
+        seen = room.room.exec(f"for f in {folders}; do ls -A $f; done; python3 -S -c 'import json'")
+    assert (seen.stdout, seen.exit_code) == (b"", 0), seen
 
 
 def test_another_right_solution_scores_1(task: Path, repository: Repository) -> None:
