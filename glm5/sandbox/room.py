@@ -75,9 +75,10 @@ def view() -> tuple[tuple[str, ...], tuple[tuple[str, str], ...], tuple[str, ...
 
 
 def python_packages() -> list[str]:
-    """Folders of this machine with packages of its Pythons, such as `site-packages`."""
-    above = {"/usr/lib", "/usr/local/lib", f"{sys.base_prefix}/lib"}
-    found = {path for folder in above for path in glob.glob(f"{folder}/python3*/*-packages")}
+    """Folders of this machine with packages of its Pythons, such as `site-packages`, or with wheels of them."""
+    above = ("/usr/lib", "/usr/local/lib", f"{sys.base_prefix}/lib")
+    names = [f"{folder}/python3*/{name}" for folder in above for name in ("*-packages", "ensurepip/_bundled")]
+    found = {path for name in (*names, "/usr/share/python-wheels") for path in glob.glob(name)}
     return sorted(path for path in found if os.path.isdir(path) and os.path.realpath(path) == path)
 
 
