@@ -224,3 +224,14 @@ def test_the_licence_comes_from_the_metadata(tmp_path: Path) -> None:
     (tmp_path / "PKG-INFO").write_text(text)
     assert metadata(tmp_path) == ("MIT License", "s")
     assert metadata(tmp_path / "none") == ("unknown", "")
+    (tmp_path / "PKG-INFO").write_text("Name: x\nSummary: é\nLicense: Copyright © 2020\n  More\n", encoding="utf-8")
+    assert metadata(tmp_path) == ("Copyright © 2020", "é")
+
+
+def test_an_archive_with_a_name_that_no_file_can_have_is_refused(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "x.tar.gz", "w:gz", format=tarfile.PAX_FORMAT) as tar:
+        member = tarfile.TarInfo("x/a.py")
+        member.pax_headers = {"path": "x/b\0c.py"}
+        tar.addfile(member)
+    with pytest.raises(DataError, match="cannot be unpacked"):
+        unpack(tmp_path / "x.tar.gz", tmp_path / "out")
