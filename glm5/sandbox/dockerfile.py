@@ -8,7 +8,7 @@ network. What cannot be done there is a `Blocker` with a kind, found before anyt
     network       a command downloads
     apt-get       a package that is not installed here; installing a present one does nothing
     read-only     COPY to a folder that rooms show read-only
-    copy          the source of a COPY is not in the context
+    copy          the source of a COPY is not in the context, or its target cannot be written
     instruction   an instruction or an option outside the subset
     syntax        not a Dockerfile
 """

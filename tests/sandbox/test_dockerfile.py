@@ -213,3 +213,11 @@ def test_a_build_that_fails(mechanism: str, command: str, kind: str) -> None:
         with pytest.raises(BuildError) as caught:
             build(room, read_dockerfile(f"FROM ubuntu\nRUN {command}", {}, machine_base()), {}, timeout_s=3)
     assert caught.value.kind == kind
+
+
+@pytest.mark.parametrize("name", ["usr/bin/none/", "usr/bin/file", "etc/passwd/x"])
+def test_what_cannot_be_copied_is_said(mechanism: str, name: str) -> None:
+    files = {f"all/{name}": File(b"")}
+    with NamespaceEnvironment(limits=RoomLimits(disk_mb=16)) as room, pytest.raises(BuildError) as caught:
+        build(room, read_dockerfile("FROM ubuntu\nCOPY all/ /", files, machine_base()), files)
+    assert caught.value.kind == "copy" and "line 2" in str(caught.value)
