@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import difflib
 import hashlib
+import itertools
 import os
+import re
 import stat
 import subprocess
 import tempfile
@@ -28,8 +30,10 @@ CACHES = frozenset("__pycache__ .pytest_cache .mypy_cache .ruff_cache .hypothesi
 METADATA = frozenset((".git", ".hg", ".svn"))
 """Names of folders and files of version control. Programs that read them here would run what the agent put there."""
 MOST_FILE, MOST_ALL, MOST_FILES = 4 << 20, 64 << 20, 2000
-MOST_DIFF_LINES = 20_000
-"""A file with more lines is shown as replaced; a line by line comparison could take minutes."""
+MOST_DIFF_LINES, MOST_COMPARED = 4000, 20_000
+"""Lines of a file between those that both states begin and end with, and of all files of a patch, that are compared
+line by line, which could take minutes; what is more is shown as replaced."""
+CONTEXT = 3
 GIT_S = 60.0
 _QUIET = ("-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=false")
 """The repository may come from anywhere: none of its programs is to run here."""
@@ -301,16 +305,19 @@ def _git(
 def diff(repo: Path, files: Mapping[str, File], since: Mapping[str, File] | None = None) -> str:
     """The changes as a patch for `git apply`; binary files are only named. With `since`, what has changed since those
     changes."""
-    parts = []
+    parts, left = [], MOST_COMPARED
     for path in sorted({*files, *(since or {})}):
         base = base_file(repo, path)
         before, after = (since or {}).get(path, base), files.get(path, base or File(None))
         if before != after:
-            parts.append(_file_diff(path, None if before is None or before.data is None else before, after))
+            text, lines = _file_diff(path, None if before is None or before.data is None else before, after, left)
+            parts.append(text)
+            left -= lines
     return "".join(parts)
 
 
-def _file_diff(path: str, before: File | None, after: File) -> str:
+def _file_diff(path: str, before: File | None, after: File, most: int) -> tuple[str, int]:
+    """The patch of one file, and the number of lines that were compared, at most `most`."""
     a, b = _quoted(f"a/{path}"), _quoted(f"b/{path}")
     head = [f"diff --git {a} {b}\n"]
     mode, old_mode = _mode(after), _mode(before)
@@ -322,17 +329,35 @@ def _file_diff(path: str, before: File | None, after: File) -> str:
         head += [f"old mode {old_mode}\n", f"new mode {mode}\n"]
     old, new = _lines(before), _lines(after)
     if old is None or new is None:
-        return "".join([*head, f"Binary files {a} and {b} differ\n"])
+        return "".join([*head, f"Binary files {a} and {b} differ\n"]), 0
     names = ("/dev/null" if before is None else a, "/dev/null" if after.data is None else b)
-    if len(old) + len(new) > MOST_DIFF_LINES:
-        spans = [f"{1 if lines else 0},{len(lines)}" for lines in (old, new)]
+    alike = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(old, new, strict=False)))
+    ends = zip(reversed(old[alike:]), reversed(new[alike:]), strict=False)
+    end = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], ends))
+    first, last = max(0, alike - CONTEXT), max(0, end - CONTEXT)
+    old, new = old[first : len(old) - last], new[first : len(new) - last]
+    compared = len(old) + len(new)
+    if compared > min(most, MOST_DIFF_LINES):
+        spans = [f"{first + bool(lines)},{len(lines)}" for lines in (old, new)]
         body = [f"--- {names[0]}\n", f"+++ {names[1]}\n", f"@@ -{spans[0]} +{spans[1]} @@\n"]
-        body += ["-" + line for line in old] + ["+" + line for line in new]
+        lead, tail = alike - first, end - last
+        body += [" " + line for line in old[:lead]]
+        body += ["-" + line for line in old[lead : len(old) - tail]] + ["+" + x for x in new[lead : len(new) - tail]]
+        body += [" " + line for line in old[len(old) - tail :]]
+        compared = 0
     else:
-        body = list(difflib.unified_diff(old, new, *names))
+        body = list(difflib.unified_diff(old, new, *names, n=CONTEXT))
+        body[2:] = [
+            re.sub(r"(?<=[-+])\d+", lambda m: str(int(m[0]) + first), x) if x[0] == "@" else x for x in body[2:]
+        ]
     return "".join(head) + "".join(
         line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in body
-    )
+    ), compared
+
+
+def _moved(head: str, lines: int) -> str:
+    """The first line of a hunk for a place that is so many lines further down."""
+    return re.sub(r"(?<=[-+])\d+", lambda number: str(int(number[0]) + lines), head)
 
 
 def _lines(file: File | None) -> list[str] | None:

@@ -481,6 +481,19 @@ def test_changes_of_all_kinds_apply_in_place(repo: Path, tmp_path: Path) -> None
         safety_commit(tmp_path, "x")
 
 
+@pytest.mark.parametrize("most", [4, 400])
+def test_patches_of_long_files_name_their_places(repo: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """A comparison may take hours; beyond its limit, what stands between the first and the last change is replaced."""
+    monkeypatch.setattr(workspace, "MOST_DIFF_LINES", most)
+    old = [f"line {n}\n" for n in range(300)]
+    new = [*old[:100], "more\n", *old[100:110], *old[120:299], "line 299"]
+    (repo / "long").write_text("".join(old))
+    patch = diff(repo, {"long": workspace.File("".join(new).encode())})
+    assert "line 90\n" not in patch and ("-line 105\n" in patch) == (most == 4)
+    subprocess.run(["git", "apply"], input=patch, text=True, cwd=repo, check=True)
+    assert (repo / "long").read_text() == "".join(new)
+
+
 def test_a_folder_that_cannot_be_read_is_not_deleted(
     repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
