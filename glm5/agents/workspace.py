@@ -30,6 +30,8 @@ CACHES = frozenset("__pycache__ .pytest_cache .mypy_cache .ruff_cache .hypothesi
 METADATA = frozenset((".git", ".hg", ".svn"))
 """Names of folders and files of version control. Programs that read them here would run what the agent put there."""
 MOST_FILE, MOST_ALL, MOST_FILES = 4 << 20, 64 << 20, 2000
+MOST_NAMED = 1000
+"""Files that are left out and named: a log has their names in one line."""
 MOST_DIFF_LINES, MOST_COMPARED = 4000, 20_000
 """Lines of a file between those that both states begin and end with, and of all files of a patch, that are compared
 line by line, which could take minutes; what is more is shown as replaced."""
@@ -91,7 +93,7 @@ class Workspace:
             and (path not in now or stat.S_ISDIR(now[path].st_mode))
             and not any(path.startswith(f"{folder}/") for folder in closed)
         }
-        left_out, total = dict.fromkeys(closed, "the folder cannot be read"), 0
+        left_out, total, unnamed = dict.fromkeys(closed[:MOST_NAMED], "the folder cannot be read"), 0, 0
         # Files of the repository first, then those near its top: too many others must not push them out.
         for path, found in sorted(
             now.items(), key=lambda item: (item[0] not in self._base, item[0].count("/"), item[0])
@@ -105,12 +107,16 @@ class Workspace:
                     raise GradingError(f"the changes are more than {MOST_FILES:,} files or {MOST_ALL >> 20} MiB")
                 data = self._room.download(f"{ROOT}/{path}", MOST_FILE)
             except GradingError as error:
-                left_out[path] = str(error)
+                if len(left_out) < MOST_NAMED:
+                    left_out[path] = str(error)
+                else:
+                    unnamed += 1
                 continue
             if before is None or before.data != data or before.executable != executable:
                 total += len(data)
                 files[path] = File(data, executable)
-        return Changes(files, left_out)
+        unnamed += max(0, len(closed) - MOST_NAMED)
+        return Changes(files, left_out | ({"...": f"{unnamed:,} more are not named"} if unnamed else {}))
 
 
 def _walk(root: int, top: str, closed: list[str] | None = None) -> Iterator[tuple[str, os.stat_result]]:

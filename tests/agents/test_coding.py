@@ -151,6 +151,14 @@ def test_what_is_not_a_log_is_refused(tmp_path: Path, text: str) -> None:
         read_log(tmp_path / "log")
 
 
+def test_a_log_keeps_the_files_of_its_last_event_only(tmp_path: Path) -> None:
+    with SessionLog(tmp_path / "log") as log:
+        for text in (b"one", b"two"):
+            log.add("result", files=log.keep({"a": workspace.File(text), "b": workspace.File(None)}))
+            assert log.files()["a"].data == text
+    assert len(list((tmp_path / "log.files").iterdir())) == 1
+
+
 def test_stop_rules(repo: Path, tmp_path: Path) -> None:
     def forever(body: dict[str, Any], turn: int) -> Say:
         return Say(calls=[("run", {"command": f"echo {turn}"})])
@@ -579,13 +587,14 @@ def test_a_room_full_of_traps(repo: Path, tmp_path: Path) -> None:
         "chmod 000 sums.py test_sums.py; (while :; do echo $RANDOM > churn; mv churn churn2; done) > /dev/null 2>&1 &",
     ]
     script = [Say(calls=[("run", {"command": line})]) for line in commands]
-    storm = Say(calls=[("run", {"command": "mkdir many; cd many; seq 1 2500 | xargs touch"})])
+    storm = Say(calls=[("run", {"command": "mkdir many; cd many; seq 1 3500 | xargs touch"})])
     outcome, _ = play(repo, [*script, storm, Say("Done.")], tmp_path / "log")
     assert outcome.reason == "done"
     files, left_out = outcome.changes.files, outcome.changes.left_out
     assert {"new\nline", "\udcff\udcfe", "-rf", "a b", "deep/y"} <= files.keys() and files["pipe/in"].data is None
     assert {"f", "loop", "big", "pipe"} <= left_out.keys() and len(files) == 2000
     assert any(path.startswith("many/") for path in left_out)
+    assert len(left_out) == 1001 and "more are not named" in left_out["..."]
     patch = diff(repo, {path: file for path, file in files.items() if not path.startswith("many/")})
     assert '"a/new\\012line"' in patch and '"a/\\377\\376"' in patch and json.dumps(patch)
     events, _ = read_log(tmp_path / "log")
