@@ -68,6 +68,9 @@ class Build:
     def __post_init__(self) -> None:
         self._lock, self._faults, self._stopping = threading.Lock(), 0, False
         self._claimed: set[str] = set()
+        self._read()
+
+    def _read(self) -> None:
         self._rows: dict[str, list[dict[str, Any]]] = {
             name: list(read_rows(self.out / f"{name}.jsonl")) for name in ("manifest", "rejects", "packages", "audit")
         }
@@ -80,6 +83,7 @@ class Build:
         Returns the table of `summary`. Raises GradingError if rooms do not work, CheckpointError if another build
         runs here."""
         with exclusive(self.out, f"another build writes to {self.out}."):
+            self._read()  # another build may have ended since
             (self.out / "tasks").mkdir(parents=True, exist_ok=True)
             with ThreadPoolExecutor(at_once) as pool, self._all_stop():
                 futures = [pool.submit(self._all_stop()(self._build), job, per_package, count) for job in jobs]

@@ -45,7 +45,10 @@ F2P = "tests/test_ranges.py::test_clip[9-5]"
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Repository:
-    return tiny(tmp_path_factory.mktemp("tiny"))
+    made = tiny(tmp_path_factory.mktemp("tiny"))
+    (made.root / "tiny/__pycache__").mkdir()
+    (made.root / "tiny/__pycache__/ranges.cpython-311.pyc").write_bytes(b"the fixed state")
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +108,19 @@ def test_an_unusable_package_is_tried_once(tmp_path: Path) -> None:
     assert opened == ["x"] and told[0] == "x 2 from 1: x: no tests" and "packages.jsonl" in told[1]
 
 
+def test_a_build_knows_what_another_one_has_found_before_it_began(tmp_path: Path) -> None:
+    """It may have read the lists, and then spent minutes on the history of a repository."""
+    opened = []
+
+    def broken() -> Any:
+        opened.append("x")
+        raise DataError("x: no tests")
+
+    for build in [Build(tmp_path / "out", tmp_path / "work") for _ in range(2)]:
+        build.run([Job("x 2 from 1", broken)], 1, None, 1)
+    assert opened == ["x"]
+
+
 PROPERTY = """
 from hypothesis import given, strategies
 
@@ -129,6 +145,7 @@ def test_the_written_task(task: Path) -> None:
     assert spec["FAIL_TO_PASS"] == [F2P]
     assert len(spec["PASS_TO_PASS"]) == 6
     assert (task / "environment/repo/tiny/ranges.py").read_text() == CLIP.replace("return high", "return low", 1)
+    assert not list(task.rglob("*.pyc"))
     shown = (task / "environment/repo/tests/test_ranges.py").read_text()
     assert "def test_clip(" not in shown and "def test_clip_edges(" in shown
     assert "clip(x, 2, 5) == want" in (task / "instruction.md").read_text()
