@@ -265,9 +265,11 @@ def _request(
         if real_path != os.path.abspath(given):
             links[os.path.abspath(given)] = real_path
         kept.append(real_path)
-    kept = sorted({path for path in kept if not inside(path, [*kept, local]) and not path.startswith("/dev/")})
-    kept += python_files(interpreter(), sys.base_prefix, local)
     secret = {str(PACKAGE if PACKAGE.parent.name.endswith("-packages") else PACKAGE.parent), *hidden}
+    asked = {path for path in kept if inside(path, secret)}  # is shown though what is around it is not
+    others = {path for path in kept if not inside(path, [*kept, local]) and not path.startswith("/dev/")}
+    kept = sorted(others | asked)
+    kept += python_files(interpreter(), sys.base_prefix, local)
     return {
         "trees": sorted(rows),
         "shown": kept,

@@ -46,6 +46,7 @@ NEW_MOUNTS = 0x00020000
 USER = 1000  # of the room, if an ordinary user starts it
 PLACES = ("/mnt", "/media", "/srv", "/sys")  # one is covered by the tmpfs, in the keeper's own namespace only
 MS_NOEXEC = 8
+CLOSED = launcher.MS_REMOUNT | launcher.MS_BIND | launcher.MS_RDONLY | launcher.MS_NOSUID | launcher.MS_NODEV
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 REMOVED = ("/etc/ld.so.preload", "/usr/pyvenv.cfg", "/usr/local/pyvenv.cfg", "/usr/local/bin/pyvenv.cfg")
 """In verifier rooms: they decide which libraries programs load, and where the machine's Python looks for its own."""
@@ -157,8 +158,7 @@ class Keeper:
             if kind == 0:
                 show(root, path)
             elif kind == 1:
-                read_only = launcher.MS_RDONLY | launcher.MS_NOSUID | launcher.MS_NODEV
-                mount_at(root, path, "tmpfs", "tmpfs", read_only, "size=4k,mode=755")
+                mount_at(root, path, "tmpfs", "tmpfs", launcher.MS_NOSUID | launcher.MS_NODEV, "size=4k,mode=755")
             elif kind == 2:
                 _, lowers, inner = self.request["trees"][index]
                 target = folder_at(root, path)
@@ -180,6 +180,8 @@ class Keeper:
                         above = folder_at(root, os.path.dirname(link))
                         os.symlink(to, os.path.basename(link), dir_fd=above)
                         os.close(above)
+        for path in self.request["hidden"]:  # only now: what is shown in them needs a place
+            mount_at(root, path, None, None, CLOSED)
         if not sealed:
             flags = launcher.MS_NOSUID | MS_NOEXEC
             mount_at(root, "/dev/pts", "devpts", "devpts", flags, "newinstance,ptmxmode=0666,mode=0620")

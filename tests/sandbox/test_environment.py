@@ -389,6 +389,16 @@ def test_our_own_package_is_hidden_and_nothing_can_be_left_there(mode: str) -> N
             assert (listed.exit_code, listed.stdout) == (0, b"")
 
 
+def test_what_is_shown_of_a_hidden_folder(mode: str) -> None:
+    """If glm5 is installed beside the machine's Python, the test runners of the SWE tasks lie in what is hidden."""
+    package = Path(environment.__file__).parents[1]
+    shown = package / "tasks/swe/in_room"
+    with NamespaceEnvironment(read_only=[package.parents[1], shown], limits=SMALL, mode=mode) as room:
+        seen = room.exec(f"ls {package} {package}/tasks {shown}/runner.py; touch {package}/x {shown}/x").stdout.decode()
+        assert seen.split() == [f"{shown}/runner.py", f"{package}:", "tasks", f"{package}/tasks:", "swe"]
+        assert room.exec(f"touch {package}/x || touch {package}/tasks/x || touch {shown}/x").exit_code != 0
+
+
 def test_shown_paths_below_fresh_folders_stay(tmp_path: Path, mode: str) -> None:
     (tmp_path / "tool").write_text("here")
     assert str(tmp_path).startswith("/tmp/")
