@@ -24,6 +24,7 @@ from typer.testing import CliRunner, Result
 from glm5 import cli
 from glm5.agents.session_log import read_log
 from glm5.process import python_path
+from glm5.records import ToolCall
 from glm5.terminal.agent_view import AgentView
 from glm5.terminal.screen import Screen
 from tests.agents.scripted_model import Say, ScriptedModel
@@ -183,6 +184,8 @@ def test_output_is_no_markup(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     screen = Screen()
     screen._out = Console(file=out, force_terminal=True, width=80)
+    AgentView(screen).approve(ToolCall("run", {"command": "true; " * 1000 + "rm -rf ."}))
+    assert "rm -rf ." in out.getvalue() and "characters left out" in out.getvalue()
     AgentView(screen).output("stdout", b"x\n[/red] [bold] \x1b[2J\x1b]0;title\x07")
     screen.end_line()
     assert "[/red] [bold] \ufffd[2J\ufffd]0;title\ufffd" in out.getvalue()
