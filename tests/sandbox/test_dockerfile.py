@@ -111,10 +111,18 @@ def test_copies() -> None:
         ("", "syntax"),
         ("FROM ubuntu\nRUN <<EOF\nnever", "syntax"),
         ("FROM ubuntu\nENV A='", "syntax"),
+        ("FROM ubuntu\nCOPY [z-a] /x", "syntax"),
+        ("FROM ubuntu\nCOPY [a /x", "copy"),
     ],
 )
 def test_what_is_refused(text: str, kind: str) -> None:
     assert kinds(text, "a") == [kind]
+
+
+def test_a_pattern_of_many_stars_is_no_endless_search() -> None:
+    assert kinds(f"FROM ubuntu\nCOPY {'*a' * 30}*b /x", "a" * 200) == ["copy"]
+    (step,) = plan("FROM ubuntu\nCOPY d/*a*[bc]?* /x", "d/xaxbx", "d/xaxb", "d/e/abx", "d/acc").steps
+    assert isinstance(step, Copy) and step.sources == ("d/acc", "d/xaxbx")
 
 
 def test_what_is_there_needs_no_install() -> None:
