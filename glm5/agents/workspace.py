@@ -36,6 +36,8 @@ MOST_DIFF_LINES, MOST_COMPARED = 4000, 20_000
 """Lines of a file between those that both states begin and end with, and of all files of a patch, that are compared
 line by line, which could take minutes; what is more is shown as replaced."""
 CONTEXT = 3
+MOST_COMMAND = 64 << 10
+"""Characters of the paths in one command line, for which the system has a limit."""
 GIT_S = 60.0
 _QUIET = ("-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=false")
 """The repository may come from anywhere: none of its programs is to run here."""
@@ -149,10 +151,16 @@ def _walk(root: int, top: str, closed: list[str] | None = None) -> Iterator[tupl
 
 
 def restore(room: Room, files: Mapping[str, File]) -> None:
-    """Bring changes of an earlier room into this one."""
+    """Bring changes of an earlier room into this one. Raises GradingError if that fails."""
     gone = [f"{ROOT}/{path}" for path, file in files.items() if file.data is None]
-    if gone:
-        room.exec(["/bin/rm", "-rf", "--", *gone], timeout_s=60)
+    while gone:
+        part = [gone.pop()]
+        while gone and sum(map(len, part)) < MOST_COMMAND and len(part) < 500:
+            part.append(gone.pop())
+        done = room.exec(["/bin/rm", "-rf", "--", *part], timeout_s=60)
+        if done.exit_code:
+            said = done.stderr.decode("utf-8", "replace").strip()[-200:]
+            raise GradingError(f"what was deleted before cannot be deleted again: {said}")
     room.upload(
         {f"{ROOT}/{path}": file.data for path, file in files.items() if file.data is not None},
         {f"{ROOT}/{path}": 0o755 if file.executable else 0o644 for path, file in files.items()},
@@ -298,7 +306,7 @@ def _git(
             capture_output=True,
             timeout=GIT_S,
             input=stdin,
-            env=dict(os.environ) | NO_FETCH | dict(env or {}),
+            env=_environment() | NO_FETCH | dict(env or {}),
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UsageError(f"git is needed to change a repository in place: {error}.") from error
@@ -306,6 +314,11 @@ def _git(
         why = done.stderr.decode("utf-8", "replace").strip().splitlines() or [""]
         raise UsageError(f"git {arguments[0]} fails in {repo}: {why[-1][:200]}")
     return os.fsdecode(done.stdout).strip()
+
+
+def _environment() -> dict[str, str]:
+    """Ours without the variables by which a git that runs us, such as a hook, names its own repository."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
 
 
 def diff(repo: Path, files: Mapping[str, File], since: Mapping[str, File] | None = None) -> str:

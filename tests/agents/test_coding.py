@@ -151,6 +151,21 @@ def test_what_is_not_a_log_is_refused(tmp_path: Path, text: str) -> None:
         read_log(tmp_path / "log")
 
 
+def test_what_was_deleted_stays_so_however_much_it_is(repo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command line has a limit: with too many names, nothing was deleted, and the session went on without a word."""
+    names = [f"vendor/{'long' * 50}/{number}" for number in range(40)]
+    for name in names:
+        (repo / name).parent.mkdir(parents=True, exist_ok=True)
+        (repo / name).write_text("x")
+    monkeypatch.setattr(workspace, "MOST_COMMAND", 2000)
+    with NamespaceEnvironment({ROOT: repo}) as room:
+        room.exec("rm -r vendor; echo 1 > new", cwd=ROOT)
+        files = workspace.Workspace(room, repo).changes().files
+    with NamespaceEnvironment({ROOT: repo}) as room:
+        workspace.restore(room, files)
+        assert sorted(workspace.Workspace(room, repo).changes().files) == sorted([*names, "new"])
+
+
 def test_a_log_keeps_the_files_of_its_last_event_only(tmp_path: Path) -> None:
     with SessionLog(tmp_path / "log") as log:
         for text in (b"one", b"two"):
@@ -350,7 +365,9 @@ def test_a_damaged_log_is_refused(repo: Path, tmp_path: Path, change: dict[str, 
             agent.run()
 
 
-def test_no_program_of_the_repository_runs_outside_of_the_room(repo: Path, tmp_path: Path) -> None:
+def test_no_program_of_the_repository_runs_outside_of_the_room(
+    repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ran = tmp_path / "ran"
     program = tmp_path / "program"
     program.write_text(f"#!/bin/sh\necho $0 >> {ran}\ncat\n")
@@ -363,7 +380,9 @@ def test_no_program_of_the_repository_runs_outside_of_the_room(repo: Path, tmp_p
         subprocess.run(["git", "-C", str(repo), "config", key, str(program)], check=True)
     subprocess.run(["git", "-C", str(repo), "config", "filter.x.required", "true"], check=True)
     (repo / ".gitattributes").write_text("* filter=x\n")
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "another"))  # as in a hook
     safety_commit(repo, "agent-test", ["sums.py"])
+    monkeypatch.delenv("GIT_DIR")
     kept = subprocess.run(["git", "-C", str(repo), "cat-file", "blob", "refs/glm5/agent-test:sums.py"],
                           capture_output=True, check=True)  # fmt: skip
     assert kept.stdout == (repo / "sums.py").read_bytes() and not ran.exists()
