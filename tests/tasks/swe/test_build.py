@@ -108,6 +108,17 @@ def test_an_unusable_package_is_tried_once(tmp_path: Path) -> None:
     assert opened == ["x"] and told[0] == "x 2 from 1: x: no tests" and "packages.jsonl" in told[1]
 
 
+def test_a_package_that_nobody_expected_falls_alone(tmp_path: Path) -> None:
+    """As one whose package.json is a list."""
+
+    def odd() -> Any:
+        json.loads("[]").get("license")
+
+    build = Build(tmp_path / "out", tmp_path / "work")
+    found = build.run([Job("x", odd)], 1, None, 1)["unusable_packages"]
+    assert found == {"x": "x cannot be read: AttributeError(\"'list' object has no attribute 'get'\")"}
+
+
 def test_a_build_knows_what_another_one_has_found_before_it_began(tmp_path: Path) -> None:
     """It may have read the lists, and then spent minutes on the history of a repository."""
     opened = []
