@@ -320,9 +320,10 @@ def _pattern(name: str) -> str:
         "".join("[^/]" if p == "?" else p if _ONE.fullmatch(p) else re.escape(p) for p in _ONE.split(piece))
         for piece in _split(name)
     )
+    if not others:
+        return first
     # What follows a star is taken where it comes first, for good: else stars could be tried in endless ways.
-    *middle, last = others or [None]
-    return first + "".join(f"(?>[^/]*?{piece})" for piece in middle) + ("" if last is None else f"[^/]*{last}")
+    return first + "".join(f"(?>[^/]*?{piece})" for piece in others[:-1]) + f"[^/]*{others[-1]}"
 
 
 def _split(name: str) -> list[str]:
