@@ -148,6 +148,12 @@ def test_limits_are_the_programs_failure(room: NamespaceEnvironment, command: st
     assert said(room, "echo fine") == "fine\n"
 
 
+def test_no_program_flushes_the_machines_disks(room: NamespaceEnvironment) -> None:
+    """The kernel would refuse a file that is not open; it is not asked."""
+    code = "import ctypes; libc = ctypes.CDLL(None); print(libc.syncfs(-1), libc.fsync(-1)); libc.sync()"
+    assert said(room, f"python3 -c '{code}'; /bin/sync && echo done") == "0 0\ndone\n"
+
+
 def test_a_file_that_many_processes_map_is_no_memory(room: NamespaceEnvironment) -> None:
     """Together they map more than the limit, but of one file, for which the room's disk has a limit."""
     code = 'import mmap, time; x = mmap.mmap(open("/tmp/x", "r+b").fileno(), 0); bytes(x); time.sleep(1)'
