@@ -47,9 +47,14 @@ USER = 1000  # of the room, if an ordinary user starts it
 PLACES = ("/mnt", "/media", "/srv", "/sys")  # one is covered by the tmpfs, in the keeper's own namespace only
 MS_NOEXEC = 8
 CLOSED = launcher.MS_REMOUNT | launcher.MS_BIND | launcher.MS_RDONLY | launcher.MS_NOSUID | launcher.MS_NODEV
+VERSION = f"{sys.version_info[0]}{sys.version_info[1]}"
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
-REMOVED = ("/etc/ld.so.preload", "/usr/pyvenv.cfg", "/usr/local/pyvenv.cfg", "/usr/local/bin/pyvenv.cfg")
-"""In verifier rooms: they decide which libraries programs load, and where the machine's Python looks for its own."""
+REMOVED = (
+    "/etc/ld.so.preload", "/usr/pyvenv.cfg", "/usr/local/pyvenv.cfg", "/usr/local/bin/pyvenv.cfg",
+    "/usr/local/bin/pybuilddir.txt", "/usr/local/bin/Modules", f"/usr/local/lib/python{VERSION}.zip",
+)  # fmt: skip
+"""In verifier rooms: they decide which libraries programs load, and where the machine's Python looks for its own, which
+in images of Python lies in /usr/local."""
 INODES_PER_MB = 128
 LEAST_BYTES, LEAST_INODES = 1 << 20, 2048  # of a layer, even if an agent left no space
 

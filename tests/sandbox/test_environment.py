@@ -362,10 +362,13 @@ def test_a_verifier_runs_programs_of_the_machine(room: NamespaceEnvironment, tmp
     change = "import os; open('/etc/ld.so.preload', 'w').write('/x.so')\n"
     places = [place for place in ("/usr", "/usr/local") if place != sys.base_prefix]
     change += f"for d in {places}: open(d + '/pyvenv.cfg', 'w').write('home = /opt/bin')\n"
+    image = [f"lib/python{sys.version_info[0]}{sys.version_info[1]}.zip", "bin/pybuilddir.txt", "bin/Modules"]
+    change += f"for f in {image}: open('/usr/local/' + f, 'w')\n"  # an image's Python looks there for its library
     change += "for d in ('/bin', '/lib64'): os.rename(d, '/old' + d[1:]); os.mkdir(d); open(d + '/sh', 'w')"
     assert room.exec(["/usr/bin/env", "python3", "-c", change]).exit_code == 0
     with room.verifier() as judge:
-        look = "readlink /bin; cat /etc/ld.so.preload /usr/pyvenv.cfg /usr/local/pyvenv.cfg"
+        look = "readlink /bin; cat /etc/ld.so.preload /usr/pyvenv.cfg /usr/local/pyvenv.cfg; cd /usr/local; ls "
+        look += " ".join(image)
         assert judge.exec(["/bin/sh", "-c", look]).stdout == b"usr/bin\n"
     assert python_files("/usr/bin/python3", "/usr", "/usr/local") == []
     (tmp_path / "bin").mkdir()
