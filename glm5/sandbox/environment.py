@@ -210,7 +210,8 @@ class NamespaceEnvironment(Room):
         limits: RoomLimits | None = None,
     ) -> Iterator[Room]:
         """A room to judge the result in: the agent's processes are dead, its files a frozen layer below a new one. The
-        links of the top folder are the machine's again, and the loader preloads nothing.
+        links of the top folder and what the machine has in /usr/local are its own again, and the loader preloads
+        nothing.
 
         `writable` are folders that are empty whatever the agent left there, such as those of the tests and of the
         reward; `/tmp` is one of them. `files` (absolute path to data) are laid in. The space of `limits` is new,

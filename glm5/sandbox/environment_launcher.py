@@ -48,6 +48,7 @@ PLACES = ("/mnt", "/media", "/srv", "/sys")  # one is covered by the tmpfs, in t
 MS_NOEXEC = 8
 CLOSED = launcher.MS_REMOUNT | launcher.MS_BIND | launcher.MS_RDONLY | launcher.MS_NOSUID | launcher.MS_NODEV
 VERSION = f"{sys.version_info[0]}{sys.version_info[1]}"
+LOCAL = "/usr/local"
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 REMOVED = (
     "/etc/ld.so.preload", "/usr/pyvenv.cfg", "/usr/local/pyvenv.cfg", "/usr/local/bin/pyvenv.cfg",
@@ -242,7 +243,10 @@ class Keeper:
             os.makedirs(f"{upper}/{name}", exist_ok=True)
             self._own(f"{upper}/{name}", uid, name)
         below = [f"{self.store}/layers/{layer}/{tree}/upper" for layer in order["below"]]
-        held = [os.open(path, os.O_PATH | os.O_DIRECTORY) for path in (upper, work, *below, *lowers)]
+        under = [*below, *lowers]
+        if order["judge"] and top == LOCAL:  # programs that the machine has there are its own again
+            under = [*lowers, *below]
+        held = [os.open(path, os.O_PATH | os.O_DIRECTORY) for path in (upper, work, *under)]
         paths = [f"/proc/self/fd/{descriptor}" for descriptor in held]  # a path may hold the separators
         options = f"upperdir={paths[0]},workdir={paths[1]},lowerdir={':'.join(paths[2:])}"
         options += "" if self.as_root else ",userxattr"

@@ -376,6 +376,19 @@ def test_a_verifier_runs_programs_of_the_machine(room: NamespaceEnvironment, tmp
     assert found == sorted([f"{tmp_path}/bin/python3", os.path.dirname(os.__file__)])
 
 
+def test_what_the_machine_has_in_usr_local_is_its_own_for_a_verifier(room: NamespaceEnvironment) -> None:
+    """In images of a language its programs lie there. What an agent adds stays."""
+    files = (Path(folder, name) for folder, _, names in os.walk("/usr/local") for name in names)
+    path = next((path for path in files if path.is_file() and os.access(path, os.R_OK)), None)
+    change = "mkdir -p /usr/local/bin; echo new > /usr/local/bin/more; echo x > /usr/local/bin/more2"
+    said(room, f"{change}; {f'rm {path}; mkdir {path}' if path else 'true'}")
+    with room.verifier() as judge:
+        assert judge.exec("cat /usr/local/bin/more; rm /usr/local/bin/more2; ls /usr/local/bin/more*").stdout == (
+            b"new\n/usr/local/bin/more\n"
+        )
+        assert path is None or judge.exec(["/usr/bin/cmp", str(path), "-"], stdin=path.read_bytes()).exit_code == 0
+
+
 def test_too_many_snapshots_are_refused_and_the_room_goes_on(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "MOST_LAYERS", 2)
     with NamespaceEnvironment(limits=SMALL, mode=mode) as room:
