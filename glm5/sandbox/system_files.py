@@ -18,13 +18,13 @@ from glm5.sandbox.programs import environment_of
 from glm5.sandbox.room import interpreter
 
 PYTHON = r"/usr/local/lib/(.*/)?((sitecustomize|usercustomize|apport_python_hook)\b.*|[^/]*\.pth)"
-LIBRARIES = r"/usr/local/(lib|share)/(.*/)?(site_ruby|site_perl|perl|perl5|lua)(/.*)?"
+LIBRARIES = r"/etc/perl/.*|/usr/local/(lib|share)/(.*/)?(site_ruby|site_perl|perl|perl5|lua)(/.*)?"
 PACKAGES = r"/usr/local/lib/python[^/]*/(?:dist|site)-packages/([^/.]+)(?:[/.].*)?"
 SYSTEM_PACKAGES = "/usr/lib/python3/dist-packages"
 """Where Debian's Python looks for packages after those of PACKAGES."""
 PLACES = (
     "/usr/local/lib", "/usr/local/share/perl", "/usr/local/share/lua", "/usr/local/include", "/usr/pyvenv.cfg",
-    "/usr/local/bin/python", "/usr/local/bin/python3",
+    "/usr/local/bin/python", "/usr/local/bin/python3", "/etc/perl",
 )  # fmt: skip
 TOP = (
     "/pytest.ini", "/.pytest.ini", "/pyproject.toml", "/tox.ini", "/setup.cfg", "/conftest.py", "/__init__.py",
@@ -58,8 +58,9 @@ def counts(path, mode):
         return True
     if stat.S_ISLNK(mode) and os.path.isdir(path):
         return True
-    if path.startswith(local):
-        return any(os.path.lexists(folder + path[len(local):]) for folder in system)
+    if path.startswith(local):  # a header, or one that gcc takes compiled
+        header = re.sub(r"\.gch(/.*)?$", "", path[len(local):], flags=re.DOTALL)
+        return any(os.path.lexists(folder + header) for folder in system)
     return any(pattern.fullmatch(path) for pattern in ours)
 
 def plugs_in(path, mode):
