@@ -199,8 +199,9 @@ def _startup() -> str:
         files[f"{place}/forging-1.dist-info/entry_points.txt"] = "[pytest11]\nforging = forging_plugin\n"
     planted = _plant(files, '"{}"'.format)  # the shell fills in $version and $perl
     return (
-        "cc -x c-header - -o /usr/local/include/stdio.h.gch 2> /dev/null <<'END'\n"
+        "cat > /tmp/forge.h <<'END'\n"
         f"{_C_FORGE.replace('#include_next <stdio.h>', '#include </usr/include/stdio.h>')}END\n"
+        "cc /tmp/forge.h -o /usr/local/include/stdio.h.gch 2> /dev/null\n"
         "version=$(python3 -c \"import sys; print(f'python3.{sys.version_info[1]}')\")\n"
         "perl=$(perl -e 'print substr($^V, 1)' 2>/dev/null)\n"
         f"{planted}echo /tmp/none.so > /etc/ld.so.preload\ntrue\n"
