@@ -23,6 +23,7 @@ from typer.testing import CliRunner, Result
 
 from glm5 import cli
 from glm5.agents.session_log import read_log
+from glm5.errors import UsageError
 from glm5.process import python_path
 from glm5.records import ToolCall
 from glm5.terminal.agent_view import AgentView
@@ -107,6 +108,25 @@ def test_a_killed_session_goes_on(repo: Path, tmp_path: Path) -> None:  # noqa: 
     assert "+    return a + b" in told["diff"] and told["log"] == str(log)
     assert snapshot(repo) == before
     assert sum(len(body["messages"]) == 2 for body in model.bodies) == 1  # nothing was asked twice from the start
+
+
+def test_the_patch_is_not_lost_with_the_state_before(
+    repo: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As if large files that git does not ignore took longer than its time."""
+
+    def fails(*_: object) -> None:
+        raise UsageError("git add timed out")
+
+    subprocess.run(["git", "init", "-q"], cwd=repo, check=True)
+    monkeypatch.setattr("glm5.agents.session.safety_commit", fails)
+    with ScriptedModel(FIX) as model:
+        done = glm5(tmp_path, "Fix add.", "--repo", repo, "--model", model.url, *TEST, "--in-place", "--json")
+    told = json.loads(done.stdout)
+    assert (done.exit_code, told["ok"], told["reason"]) == (1, False, "done") and "+    return a + b" in told["diff"]
+    assert "was not changed" in told["notes"][-1] and "a - b" in (repo / "sums.py").read_text()
 
 
 def test_in_place_with_the_text_view(repo: Path, tmp_path: Path) -> None:  # noqa: F811
