@@ -325,7 +325,8 @@ WRONG = '{{"task": "repair", "site": [], "runs": {}, "timeout_s": {}, "protected
 @pytest.mark.parametrize(
     "text",
     ["[1]", "{", "{}", '{"task": "repair"}', "[" * 99999, WRONG.format("[3]", 1),
-     WRONG.format('[{"name": 1, "files": []}]', 1), WRONG.format("[]", "NaN"), WRONG.format("[]", 1e300), WRONG.format("[]", '"1"')],
+     WRONG.format('[{"name": 1, "files": []}]', 1), WRONG.format("[]", "NaN"), WRONG.format("[]", 1e300),
+     WRONG.format("[]", '"1"')],
 )  # fmt: skip
 def test_an_audit_refuses_tests_that_are_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "tasks/x/tests").mkdir(parents=True)
