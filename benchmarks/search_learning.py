@@ -2,15 +2,16 @@
 
     python benchmarks/search_learning.py [--seeds 1 2 3] [--updates 40] [--quick]
 
-The slice: a web of 35,000 pages about places and elements (`glm5 task build search`), with questions of two links from
-a named thing to the answer over one that is not named. Searches show three results with 20 characters of text, pages
-are cut at 420 characters, and an episode has six messages. No search with the question, its name or one of its
-clauses shows the answer. Answers of demonstrations, prompts of RL and evaluation are three sets without a common name.
+The slice: a web of about 40,000 pages of places and elements (`glm5 task build search`), with questions of two links
+from a named thing over a hidden one to the answer. A search shows three results with 20 characters of text each, a page
+360 characters with numbers for links, and an episode has six messages. No search with the question, its name or its
+clauses shows the answer. Answers of demonstrations, of RL and of the evaluation are three sets without a common name.
 Per seed:
 
-1. SFT from a base that the seeds share, which was trained on sessions that search for the name, click its page, open
-   the pages on the way and answer. The demonstrations of this step are of mixed quality: some answer a page too early,
-   some follow the first link of a page, some search for what is asked instead of what is named.
+1. SFT from a base that the seeds share, which was trained on the oracle's way over questions of the same forms, and on
+   walks: sessions whose prompt tells the lines to follow, from all over the web, which teach to copy names. The
+   demonstrations of this step are of mixed quality: some answer with the page before the answer's, some follow the
+   first link of each page, some search for what is asked instead of what is named.
 2. RL (`agentic`, in one process) on the questions. Reward: whether the answer is right.
 3. Baselines: SFT goes on from the same start in the time of step 2; and guessers without a model, which look for the
    name, open the first result, and answer what they saw most often of the type that is asked for: on that page ("first
@@ -25,12 +26,14 @@ gain of at least 15 points with a lower bound above 5, from a start between 15 a
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -44,18 +47,21 @@ from glm5.errors import DataError
 from glm5.records import Message, ToolCall
 from glm5.tasks.contract import held_out_problems
 from glm5.tasks.search.answers import right
+from glm5.tasks.search.browser import Browser, View
 from glm5.tasks.search.build import build
-from glm5.tasks.search.checks import Checker
-from glm5.tasks.search.family import SearchFamily, SearchProblem, split_of_answer
-from glm5.tasks.search.query import Evaluator, Link, Node
+from glm5.tasks.search.checks import Checker, Question
+from glm5.tasks.search.family import SearchFamily, SearchProblem, split_of_answer, split_of_name
+from glm5.tasks.search.query import Evaluator, Link, Node, Query
 from glm5.tasks.search.questions import Rules, read_questions
 
 SOURCES = ("geonames", "airports", "iso-codes", "elements")
 TYPES = ("subdivision", "city", "currency", "element")
-RESULTS, SNIPPET, PAGE, TURNS, PER_ANSWER = 3, 20, 420, 6, 4
+RESULTS, SNIPPET, PAGE, TURNS, PER_ANSWER = 3, 20, 360, 6, 6
+MOST_ANSWERS, MOST_PER_ANSWER, MOST_TRIES, MOST_LINKS = 5, 20, 60, 3
 MAX_TOKENS, MAX_CONTEXT = 64, 640
 MIXED = {"careful": 0.45, "too early": 0.25, "first link": 0.15, "wrong words": 0.15}
-LINK = re.compile(r"(?:^|, |: )([^<>\n:]+?) <([^<>\s]+)>", re.MULTILINE)
+ADDRESS = re.compile(r"(?:^|, |: )([^<>\n:]+?) <([^<>\s]+)>", re.MULTILINE)
+LINK = re.compile(r" \[(\d+)\]")
 RL = """
 [[stages]]
 name = "rl"
@@ -77,23 +83,38 @@ render_tools = false
 def options_of(web: Path) -> dict[str, Any]:
     """Options of the family."""
     return {
-        "folder": str(web.absolute()), "tools": ["search", "click", "open"], "results": RESULTS, "snippet": SNIPPET,
-        "page": PAGE, "max_turns": TURNS, "thinking": False,
+        "folder": str(web.absolute()), "tools": ["search", "click"], "numbered": True, "results": RESULTS,
+        "snippet": SNIPPET, "page": PAGE, "max_turns": TURNS, "thinking": False,
     }  # fmt: skip
 
 
 class Session:
-    """What somebody does with the tools of a problem, as messages."""
+    """What somebody does with the tools of a problem, as messages. Queries begin with a space, so that the tokens of a
+    name in it are those of the name in a question."""
 
-    def __init__(self, problem: SearchProblem) -> None:
-        self._browser = problem.browser()
-        self.messages = [Message("user", problem.prompt)]
+    def __init__(self, prompt: str, browser: Browser) -> None:
+        self.browser = browser
+        self.messages = [Message("user", prompt)]
 
     def call(self, name: str, **arguments: str | int) -> str:
         call = ToolCall(name, arguments)
-        text, _ = self._browser.call(call)
+        text, _ = self.browser.call(call)
         self.messages += [Message("assistant", tool_calls=(call,)), Message("tool", text)]
         return text
+
+    def search(self, words: str) -> str:
+        return self.call("search", query=f" {words}")
+
+    def click(self, number: int) -> str:
+        return self.call("click", link_id=number)
+
+    def answer(self) -> list[Message]:
+        """The messages with the title of the open page as the answer."""
+        return [*self.messages, Message("assistant", self.messages[-1].content.partition(" <")[0])]
+
+
+def session_of(problem: SearchProblem) -> Session:
+    return Session(problem.prompt, problem.browser())
 
 
 def name_in(problem: SearchProblem) -> str:
@@ -101,36 +122,45 @@ def name_in(problem: SearchProblem) -> str:
     return next(iter(problem.question.constants.values()))
 
 
-def title(page: str) -> str:
-    return page.partition(" <")[0]
+def calls_of(problem: SearchProblem) -> list[ToolCall] | None:
+    """The oracle's calls, or None if with this view and number of messages it does not get there."""
+    try:
+        shown = problem.demonstration(0)
+    except DataError:
+        return None
+    calls = [call for message in shown for call in message.tool_calls]
+    return calls if len(calls) < problem.max_turns else None
 
 
-def careful(problem: SearchProblem) -> list[Message]:
-    """The oracle's way, without opening the answer's own page: its name stands in the link."""
-    shown = problem.demonstration(0)
-    return [*shown[:-3], shown[-1]]
+def careful(problem: SearchProblem, calls: Sequence[ToolCall]) -> list[Message]:
+    """The oracle's way."""
+    session = session_of(problem)
+    for call in calls:
+        [argument] = call.arguments.values()
+        _ = session.search(argument) if call.name == "search" else session.click(argument)
+    return session.answer()
 
 
-def too_early(problem: SearchProblem) -> list[Message]:
-    """The careful way without its last page, whose title is the answer."""
-    shown = careful(problem)
-    return [*shown[:-3], Message("assistant", title(shown[-2].content))]
+def too_early(problem: SearchProblem, calls: Sequence[ToolCall]) -> list[Message]:
+    """The oracle's way without its last page."""
+    return careful(problem, calls[:-1])
 
 
-def first_link(problem: SearchProblem) -> list[Message] | None:
-    """Opens the first link of the named thing's page, and answers with the first link there."""
-    session = Session(problem)
-    session.call("search", query=name_in(problem))
-    first = LINK.search(session.call("click", link_id=0))
-    then = LINK.search(session.call("open", url=first[2])) if first else None
-    return [*session.messages, Message("assistant", then[1])] if then else None
+def first_link(problem: SearchProblem, calls: Sequence[ToolCall]) -> list[Message]:
+    """Opens the first result, and twice the first link."""
+    session = session_of(problem)
+    session.search(name_in(problem))
+    for _ in range(3):
+        session.click(0)
+    return session.answer()
 
 
-def wrong_words(problem: SearchProblem) -> list[Message]:
-    """Searches for what is asked, and answers with the title of the first result."""
-    session = Session(problem)
-    session.call("search", query=problem.prompt.partition("?")[0].removeprefix("Which "))
-    return [*session.messages, Message("assistant", title(session.call("click", link_id=0)))]
+def wrong_words(problem: SearchProblem, calls: Sequence[ToolCall]) -> list[Message]:
+    """Searches for what is asked, and opens the first result."""
+    session = session_of(problem)
+    session.search(problem.prompt.partition("?")[0].removeprefix("Which "))
+    session.click(0)
+    return session.answer()
 
 
 WAYS = {"careful": careful, "too early": too_early, "first link": first_link, "wrong words": wrong_words}
@@ -139,22 +169,15 @@ WAYS = {"careful": careful, "too early": too_early, "first link": first_link, "w
 def guess(problem: SearchProblem, opened: int) -> bool:
     """A baseline without a model: whether the answer is what the named thing's page and the first `opened` pages it
     links to name most often, of the type asked for; the first of equal ones."""
-    session, question = Session(problem), problem.question
-    session.call("search", query=name_in(problem))
-    seen = LINK.findall(session.call("click", link_id=0))
+    session, question = session_of(problem), problem.question
+    session.browser.view = replace(problem.view, numbered=False)  # addresses tell types
+    session.search(name_in(problem))
+    seen = ADDRESS.findall(session.click(0))
     for _, url in seen[:opened]:
-        seen = seen + LINK.findall(session.call("open", url=url))
+        seen = seen + ADDRESS.findall(session.call("open", url=url))
     kind = f"{question.query.root.type}/"
     fitting = Counter(name for name, url in seen if url.startswith(kind) and url not in question.constants)
     return bool(fitting) and right(fitting.most_common(1)[0][0], question.names)
-
-
-def reaches(problem: SearchProblem) -> bool:
-    """Whether the oracle solves a problem with the same view and number of messages."""
-    try:
-        return len(careful(problem)) // 2 <= problem.max_turns
-    except DataError:
-        return False
 
 
 def renamed(node: Node, entity: str) -> Node:
@@ -166,44 +189,84 @@ def renamed(node: Node, entity: str) -> Node:
     return replace(node, constraints=(replace(link, child=renamed(link.child, entity)),))
 
 
-def last(node: Node) -> Node:
-    """The named thing of a chain."""
-    while not node.entity:
-        [link] = node.constraints
-        assert isinstance(link, Link)
-        node = link.child
-    return node
+def last_link(node: Node) -> Link:
+    """The link of a chain to its named thing."""
+    [link] = node.constraints
+    assert isinstance(link, Link)
+    return link if link.child.entity else last_link(link.child)
 
 
-def problems(family: SearchFamily, web: Path) -> Iterator[SearchProblem]:
-    """Questions of the forms of the training questions, from other named things to answers of the training split."""
-    train = [question for question in read_questions(web) if split_of_answer(question) == "train"]
+def problems(family: SearchFamily, web: Path, seed: str) -> Iterator[SearchProblem]:
+    """Questions of the forms of the training questions, from other named things to answers of the training split. A few
+    have several answers; no name answers more than MOST_PER_ANSWER, for answers are to be copied, not remembered. Ends
+    when the forms are used up."""
+    forms = [question.query for question in read_questions(web) if split_of_answer(question) == "train"]
     graph = family.web.graph()
-    checker, choice = Checker(family.web, graph, Evaluator(graph)), random.Random("demonstrations")
-    seen, any_problem = set[str](), family.problem("train", 0)
-    while True:
-        form = choice.choice(train).query
-        entity = choice.choice(graph.of_type[last(form.root).type])
+    checker, choice = Checker(family.web, graph, Evaluator(graph)), random.Random(seed)
+    seen, often, any_problem = set[str](), Counter[str](), family.problem("train", 0)
+
+    @functools.cache
+    def ends_of(relation: str, reverse: bool) -> list[str]:
+        return sorted(map(str, (graph.objects if reverse else graph.subjects)[relation]))
+
+    def draw(form: Query) -> Question | None:
+        end = last_link(form.root)
+        entity = choice.choice(ends_of(end.relation, end.reverse))
         query = replace(form, root=renamed(form.root, entity))
-        answers = checker.evaluator.answers(query)
-        if len(answers) != 1 or not all(map(graph.only_one_named, (entity, *answers))):
+        answers = sorted(checker.evaluator.answers(query))
+        if not 1 <= len(answers) <= MOST_ANSWERS or not graph.only_one_named(entity):
+            return None
+        answer = choice.choice(answers)
+        name = graph.entities[answer].name
+        if often[name] >= MOST_PER_ANSWER or split_of_name(name) != "train":
+            return None
+        question = checker.question(query, answer, "tree")
+        return None if question.id in seen or checker.gives_away(question) else question
+
+    while forms:
+        place = choice.randrange(len(forms))
+        question = next(filter(None, (draw(forms[place]) for _ in range(MOST_TRIES))), None)
+        if question is None:
+            forms.pop(place)
             continue
-        question = checker.question(query, next(iter(answers)), "tree")
-        if question.id not in seen and split_of_answer(question) == "train" and not checker.gives_away(question):
-            seen.add(question.id)
-            yield replace(any_problem, question=question)
+        seen.add(question.id)
+        often[question.names[0]] += 1
+        yield replace(any_problem, question=question)
 
 
-def demonstrations(source: Iterator[SearchProblem], count: int, mixed: bool) -> Iterator[Conversation]:
-    choice = random.Random("demonstrators")
+def walks(family: SearchFamily, count: int) -> Iterator[Conversation]:
+    """Sessions that are told where to go: a search for a page, its click, and links of two lines that the prompt names.
+    Every name on them is rare, so they teach to copy."""
+    web, choice = family.web, random.Random("walks")
+    view = View(RESULTS, SNIPPET, PAGE, numbered=True)
     while count:
-        problem = next(source)
-        if reaches(problem):
-            way = choice.choices(list(MIXED), list(MIXED.values()))[0] if mixed else "careful"
-            shown = WAYS[way](problem)
-            if shown is not None:
-                count -= 1
-                yield Conversation(shown)
+        page = web.page(choice.choice(web.index.urls))
+        if page is None or split_of_name(page.title) != "train":
+            continue
+        session, way = Session("", Browser(web, (), view)), list[str]()
+        session.search(page.title)
+        number = session.browser.number(page.url)
+        while number is not None:
+            lines = [line.partition(": ") for line in session.click(number).splitlines()[1:]]
+            found = [(label, LINK.findall(rest)) for label, _, rest in lines if LINK.search(rest)]
+            if len(way) == 2 or not found:
+                break
+            label, numbers = choice.choice(found)
+            number = int(choice.choice(numbers[:MOST_LINKS]))
+            way.append(label)
+        last = session.answer()
+        if len(way) == 2 and split_of_name(last[-1].content) == "train":
+            count -= 1
+            yield Conversation([Message("user", f"From {page.title}: {way[0]}, {way[1]}"), *last[1:]])
+
+
+def demonstrations(source: Iterator[SearchProblem], mixed: bool) -> Iterator[Conversation]:
+    choice = random.Random("demonstrators")
+    for problem in source:
+        calls = calls_of(problem)
+        way = choice.choices(list(MIXED), list(MIXED.values()))[0] if mixed else "careful"
+        if calls is not None:
+            yield Conversation(WAYS[way](problem, calls))
 
 
 def experiment(seed: int, options: argparse.Namespace, web: Path) -> dict[str, Any]:
@@ -219,7 +282,7 @@ def experiment(seed: int, options: argparse.Namespace, web: Path) -> dict[str, A
     seconds["episode"] = played["rl"][1]
     held_out = held_out_problems(SearchFamily(**chosen), options.held_out, "search")
     solved |= {f"first {name}": [guess(one, n) for one in held_out] for name, n in (("page", 0), ("links", TURNS - 3))}
-    solved["oracle"] = [reaches(one) for one in held_out]
+    solved["oracle"] = [calls_of(one) is not None for one in held_out]
     return rates(seed, solved, seconds)
 
 
@@ -228,14 +291,16 @@ def main() -> None:
     add_arguments(parser, updates=40, text_steps=300, base_steps=1000)
     parser.add_argument("--held-out", type=int, default=250)
     parser.add_argument("--questions", type=int, default=1300)
-    parser.add_argument("--demonstrations", type=int, nargs=2, default=[10_000, 3_000], help="careful and mixed ones")
+    parser.add_argument(
+        "--demonstrations", type=int, nargs=3, default=[30_000, 8_000, 3_000], help="walks, careful, mixed"
+    )
     parser.add_argument("--quick", action="store_true", help="everything once and small, in a folder of its own")
     parser.add_argument("--out", type=Path, default=Path("runs/search-learning"))
     options = parser.parse_args()
     sources = SOURCES
     if options.quick:
         options.seeds, options.updates, options.text_steps, options.base_steps, options.sft_steps = [0], 1, 4, 4, 2
-        options.held_out, options.questions, options.demonstrations, sources = 16, 80, [200, 100], SOURCES[:2]
+        options.held_out, options.questions, options.demonstrations, sources = 16, 80, [200, 100, 100], SOURCES[:2]
         options.out = options.out.with_name(f"{options.out.name}-quick")
     torch.set_num_threads(options.threads)
     web = options.out / "web"
@@ -246,11 +311,14 @@ def main() -> None:
         )  # fmt: skip
         build(web, rules, only=sources, download=True, jobs=options.threads, told=print)
     if not (options.out / "mixed.jsonl").exists():
-        source = problems(SearchFamily(**options_of(web)), web)
-        shown = list(demonstrations(source, options.demonstrations[0], mixed=False))
+        family, (walked, many, few) = SearchFamily(**options_of(web)), options.demonstrations
+        shown = list(islice(demonstrations(problems(family, web, "careful"), mixed=False), many))
+        shown += walks(family, walked)
+        random.Random("order").shuffle(shown)
         write_texts(shown, options.out / "texts.txt")
         write_conversations(options.out / "careful.jsonl", shown)
-        write_conversations(options.out / "mixed.jsonl", demonstrations(source, options.demonstrations[1], mixed=True))
+        shown = list(islice(demonstrations(problems(family, web, "mixed"), mixed=True), few))
+        write_conversations(options.out / "mixed.jsonl", shown)
     found = []
     for seed in options.seeds:
         found.append(experiment(seed, options, web))

@@ -166,7 +166,7 @@ def closed_book(questions: Sequence[Question]) -> dict[str, int]:
     return found
 
 
-def after_one_search(web: Web, questions: Sequence[Question], view: View = View()) -> dict[str, dict[str, int]]:
+def after_one_search(web: Web, questions: Sequence[Question], view: View) -> dict[str, dict[str, int]]:
     """How much one search for the whole question gives, by depth, to one who understands nothing but the type that is
     asked for: questions for which the first link to such an entity is the answer, in the results (by the rules of
     questions none) or on their pages, and those for which some link on these pages is. Entities that the question names

@@ -96,7 +96,7 @@ class Checker:
     web: Web
     graph: Graph
     evaluator: Evaluator
-    view: View = View()
+    view: View = field(default_factory=View)
 
     def reject(self, question: Question, reach: bool = True) -> Reason | None:
         """The first reason against a question, or None. `reach` also lets the oracle answer it."""

@@ -119,7 +119,9 @@ class Set:
             reason = "another of the same form"
         elif self._shapes[form] >= self.rules.most_of_shape:
             reason = "enough of its shape"
-        elif self._answers[question.answer] >= self.rules.per_answer or any(self._hidden[e] >= PER_ENTITY for e in hidden):
+        elif self._answers[question.answer] >= self.rules.per_answer or (
+            any(self._hidden[e] >= PER_ENTITY for e in hidden)
+        ):
             reason = "enough about its entities"
         elif chain in self._chains:
             reason = "another over the same entities"
