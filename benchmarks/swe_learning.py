@@ -31,23 +31,17 @@ import re
 import runpy
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from _learning import add_arguments, evaluate, policies, rates, write_texts
 
-from glm5.chat import Tokenizer
 from glm5.config.evaluation import EvalConfig
 from glm5.config.families import FamilyConfig
-from glm5.config.load import load_recipe
-from glm5.config.recipe import RunRecipe
 from glm5.data.sft import Conversation, write_conversations
-from glm5.eval.harness import play_skill
-from glm5.launch.pipeline import run_pipeline
-from glm5.model.glm5 import GLM5ForCausalLM
-from glm5.records import Message, Outcome, ToolCall
-from glm5.stats import paired_shares
+from glm5.records import Message, ToolCall
 from glm5.tasks.coding.generation import Chain, CodeFamily, hidden_cases
 from glm5.tasks.coding.pieces import SOURCES
 from glm5.tasks.swe.build import Build, Job
@@ -66,40 +60,6 @@ PIECE = re.compile(r"\w+|\s+|[^\w\s]")
 TESTS = "test_m.py"
 NAMES = """amber birch cedar delta ember fjord grove heron inlet jetty knoll larch maple north ocean pearl quill ridge
 slate trail umber vista wharf yield""".split()
-RECIPE = """\
-name = "NAME"
-START
-seed = SEED
-runs = "RUNS"
-"""
-RANDOM = """\
-preset = "nano"
-[model]
-vocab_size = 1024
-use_dsa = false
-max_position_embeddings = 1024
-[[stages]]
-name = "tokenizer"
-kind = "tokenizer"
-sources = ["TEXTS"]
-vocab_size = 1024
-[[stages]]
-name = "text"
-kind = "pretrain"
-rows = 16
-row_length = 512
-optim = { steps = STEPS, lr = 1.5e-2, final_lr = 4e-3, warmup = 8 }
-"""
-SFT = """
-[[stages]]
-name = "sft"
-kind = "sft"
-rows = 16
-row_length = 512
-thinking = "turn"
-data = "DATA"
-optim = { steps = STEPS, lr = LR, final_lr = 1e-3, warmup = 5 }
-"""
 RL = """
 [[stages]]
 name = "rl"
@@ -266,36 +226,6 @@ def demonstrations(root: Path, count: int, mixed: bool) -> Iterator[Conversation
             return
 
 
-def texts(shown: Sequence[Conversation], file: Path) -> None:
-    """What the tokenizer is trained on."""
-    said = (
-        m.content + " ".join(str(v) for c in m.tool_calls for v in c.arguments.values())
-        for one in shown
-        for m in one.messages
-    )
-    file.write_text("\n".join(said), encoding="utf-8")
-
-
-def run(text: str, folder: Path, name: str) -> tuple[Path, float]:
-    """Run a recipe, or what is left of it: the folder of its last checkpoint, and the seconds that training took."""
-    file = folder / f"{name}.toml"
-    file.write_text(text.replace("NAME", name), encoding="utf-8")
-    run_pipeline(load_recipe(file, RunRecipe, []))
-    results = json.loads((folder / "runs" / name / "results.json").read_text(encoding="utf-8"))
-    return folder / "runs" / name / "final", sum(s["train_seconds"] for s in results["times"]["stages"].values())
-
-
-def evaluate(policy: Path, tasks: Path, count: int) -> tuple[list[bool], float]:
-    """Whether the policy solves each held-out task, one sample each; the seconds of an episode."""
-    model, tokenizer = GLM5ForCausalLM.from_pretrained(policy), Tokenizer.load(policy)
-    options = {"folder": str(tasks), "held_out": 0.9999, "max_turns": 6, "thinking": False}
-    family = FamilyConfig(name="swe", options=options, render_tools=False)
-    config = EvalConfig(problems=count, max_tokens=96, max_turns=6, max_context=640, samples=1, ks=[1])
-    start = time.monotonic()
-    played = sorted(play_skill(model, tokenizer, family, config, seed=0), key=lambda t: t.group)
-    return [one.outcome is Outcome.SOLVED for one in played], (time.monotonic() - start) / count
-
-
 def search(task: Path, seconds: float) -> bool:
     """The baseline without a model: whether the first mutation that contradicts nothing shown is the solution."""
     due, choice = time.monotonic() + seconds, random.Random(task.name)
@@ -315,59 +245,24 @@ def search(task: Path, seconds: float) -> bool:
     return False
 
 
-def sft(data: Path, steps: int, rate: str) -> str:
-    return SFT.replace("DATA", str(data)).replace("STEPS", str(steps)).replace("LR", rate)
-
-
-def base(options: argparse.Namespace) -> Path:
-    """The policy that every seed starts from."""
-    if options.base is not None:
-        return Path(options.base.absolute())
-    out = options.out.absolute()
-    stages = RANDOM.replace("TEXTS", str(out / "texts.txt")).replace("STEPS", str(options.text_steps))
-    stages += sft(out / "careful.jsonl", options.base_steps, "1e-2")
-    head = RECIPE.replace("SEED", "0").replace("RUNS", str(out / "runs")).replace("START", "")
-    return run(head + stages, out, "base")[0]
-
-
 def experiment(seed: int, options: argparse.Namespace, prompts: Path, held_out: Path) -> dict[str, Any]:
-    folder = options.out.absolute() / str(seed)
-    folder.mkdir(parents=True, exist_ok=True)
-    data = options.out.absolute() / "mixed.jsonl"
-    head = RECIPE.replace("SEED", str(seed)).replace("RUNS", str(folder / "runs"))
-    stage = sft(data, options.sft_steps, "5e-3")
-    start, sft_s = run(head.replace("START", f'start = "{base(options)}"') + stage, folder, "start")
-    again = head.replace("START", f'start = "{start}"')
-    stage = RL.replace("UPDATES", str(options.updates)).replace("FOLDER", str(prompts.absolute()))
-    after, rl_s = run(again + stage, folder, "rl")
-    steps = max(1, round(rl_s / sft_s * options.sft_steps))
-    more, more_s = run(again + sft(data, steps, "2e-3"), folder, "more")
-    policies = {"start": start, "rl": after, "sft goes on": more}
-    played = {name: evaluate(policy, held_out, options.held_out) for name, policy in policies.items()}
+    trained, seconds = policies(seed, options, RL.replace("FOLDER", str(prompts.absolute())))
+    chosen = {"folder": str(held_out), "held_out": 0.9999, "max_turns": 6, "thinking": False}
+    family = FamilyConfig(name="swe", options=chosen, render_tools=False)
+    config = EvalConfig(problems=options.held_out, max_tokens=96, max_turns=6, max_context=640, samples=1, ks=[1])
+    played = {name: evaluate(policy, family, config) for name, policy in trained.items()}
     solved = {name: wins for name, (wins, _) in played.items()}
+    seconds["episode"] = played["rl"][1]
     tasks = sorted((held_out / "tasks").iterdir())[: options.held_out]
-    solved["search"] = [search(task, played["rl"][1]) for task in tasks]
-    seconds = {"sft": sft_s, "rl": rl_s, "sft goes on": more_s, "episode": played["rl"][1]}
-    found: dict[str, Any] = {"seed": seed, "seconds": {name: round(value, 2) for name, value in seconds.items()}}
-    for name, wins in solved.items():
-        found[name] = {"rate": sum(wins) / len(wins)}
-        if name in ("rl", "sft goes on"):
-            gain = paired_shares(solved["start"], wins)
-            found[name] |= {"gain": gain.value, "low": gain.low, "high": gain.high}
-    return found
+    solved["search"] = [search(task, seconds["episode"]) for task in tasks]
+    return rates(seed, solved, seconds)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--updates", type=int, default=40)
-    parser.add_argument("--text-steps", type=int, default=250)
-    parser.add_argument("--base", type=Path, help="a policy that an earlier run has trained, instead of a new one")
-    parser.add_argument("--base-steps", type=int, default=1200)
-    parser.add_argument("--sft-steps", type=int, default=100)
+    add_arguments(parser, updates=40, text_steps=250, base_steps=1200)
     parser.add_argument("--held-out", type=int, default=HELD_OUT)
     parser.add_argument("--prompts", type=int, default=PROMPTS)
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("runs/swe-learning"))
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -378,7 +273,7 @@ def main() -> None:
         if not data.exists():
             shown = list(demonstrations(options.out / "modules", count, name == "mixed"))
             if name == "careful":
-                texts(shown, options.out / "texts.txt")
+                write_texts(shown, options.out / "texts.txt")
             write_conversations(data, shown)
     found = []
     for seed in options.seeds:

@@ -7,6 +7,7 @@ most three lines and exits with `exit_code`. No other code in the package catche
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -79,6 +80,16 @@ def text_of(error: BaseException) -> str:
         return "".join((str(error),))  # no subclass of str
     except BaseException:
         return "its text cannot be read"
+
+
+# Escape sequences in the output of a program or a model could rewrite the screen, or worse; marks of direction could
+# show a patch in another order than it has.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def for_screen(text: str) -> str:
+    """Text for a terminal: control characters but line ends and tabs are replaced."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from glm5 import __version__
-from glm5.cli import app
+from glm5.cli import app, main
+from glm5.cli.options import show
+from glm5.errors import DataError
 
 ROOT = Path(__file__).parents[1]
 VERBS = sorted(command.name or command.callback.__name__ for command in app.registered_commands)
@@ -185,3 +187,20 @@ def test_a_plan_that_does_not_fit_fails(glm5: Glm5) -> None:
     assert done.returncode == 1 and not found["fits"] and found["assumed"] == {"mfu": 0.15, "reserved": 0.1}
     done = glm5("plan", "recipes/eight-gpu.toml", "--device", "h10")
     assert done.returncode == 2 and 'did you mean "h100"?' in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_nothing_that_a_task_or_a_model_says_controls_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Verdicts, reasons and errors hold what programs of a room have written."""
+
+    def failing(**_: object) -> None:
+        raise DataError("RUN said \x1b]0;title\x07 \u202e")
+
+    monkeypatch.setattr(sys, "argv", ["glm5", "task"])
+    show({"verifier_output": "\x1b[2Jclean\r\n\tagain"}, False)
+    with pytest.raises(SystemExit):
+        main(failing)
+    out, err = capsys.readouterr()
+    assert "clean" in out and "\tagain" in out and "RUN said" in err
+    assert not set("\x1b\x07\r\u202e") & set(out + err)

@@ -23,8 +23,8 @@ def project_notes(repo: Path) -> str:
         file = base_file(repo, name)
         if file is None or not file.data or any(file.data.decode("utf-8", "replace") in text for text in found):
             continue
-        text = _MARK.sub("(project-notes", file.data.decode("utf-8", "replace"))
-        text = "".join(c for c in text if c.isprintable() or c in "\n\t")
+        text = "".join(c for c in file.data.decode("utf-8", "replace") if c.isprintable() or c in "\n\t")
+        text = _MARK.sub("(project-notes", text)  # only now: a character that is left out could stand in the mark
         cut = f"\n({len(text) - MOST_CHARACTERS} more characters)" if len(text) > MOST_CHARACTERS else ""
         found.append(f'<project-notes file="{name}" trusted="no">\n{text[:MOST_CHARACTERS]}{cut}\n</project-notes>')
     return "\n\n".join([HEAD, *found]) if found else ""

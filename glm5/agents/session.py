@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shlex
 import sys
 import time
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ def play(settings: Settings, options: Options, view: View | None = None) -> tupl
         check_work_tree(repo)
     path = options.log or _new_log()
     _outside(path, repo)
-    notes: list[str] = [f"The log is {path}."]
+    notes, written = [f"The log is {path}."], True
     with contextlib.ExitStack() as stack:
         log = stack.enter_context(SessionLog(path, resume=options.resume))
         dialect = cast(Dialect, settings.dialect)
@@ -81,13 +82,18 @@ def play(settings: Settings, options: Options, view: View | None = None) -> tupl
         notes.append("The repository was not changed, because the session did not end by itself; --resume goes on.")
     elif options.in_place and outcome.changes.files:
         name = f"agent-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-        safety_commit(repo, name, outcome.changes.files)
-        refused = apply(repo, outcome.changes.files, outcome.seen)
-        notes += [f"{file} was not written: {why}." for file, why in refused.items()]
-        back = f"git -C {repo} restore --source refs/glm5/{name} -- ."
-        notes.append(f"The state before is kept; to go back (new files stay): {back}")
+        try:
+            safety_commit(repo, name, outcome.changes.files)
+        except UsageError as error:  # the patch is there all the same
+            notes.append(f"The repository was not changed, for its state could not be kept: {error}")
+            written = False
+        else:
+            refused = apply(repo, outcome.changes.files, outcome.seen)
+            notes += [f"{file} was not written: {why}." for file, why in refused.items()]
+            back = f"git -C {shlex.quote(str(repo))} restore --source refs/glm5/{name} -- ."
+            notes.append(f"The state before is kept; to go back (new files stay): {back}")
     told = {
-        "ok": outcome.ok,
+        "ok": outcome.ok and written,
         "reason": outcome.reason,
         "summary": outcome.summary,
         "turns": outcome.turns,

@@ -1,7 +1,7 @@
 """The log of an agent's session: JSON lines, one per event, written to disk before the agent goes on.
 
 A session that was killed at any moment resumes from its log: a half-written last line is dropped, files that the agent
-changed lie beside the log by their digest, and a call without a result is carried out again.
+had changed at the last event lie beside the log by their digest, and a call without a result is carried out again.
 
 Events, by `kind`:
 
@@ -69,6 +69,10 @@ class SessionLog:
         self._file.flush()
         os.fsync(self._file.fileno())
         self.events.append(event)
+        if "files" in event:  # a session that rewrites large files must not fill the disk with what they were
+            kept = {entry["digest"] for entry in event["files"].values()}
+            for old in [path for path in self._blobs.iterdir() if path.name not in kept]:
+                old.unlink()
         return event
 
     def keep(self, files: Mapping[str, File]) -> dict[str, Any]:

@@ -62,9 +62,8 @@ class VirtualTerminal:
                     at = match.end()
                     break
             else:
-                tail = text[at:]
-                if _PARTIAL.fullmatch(tail) and len(tail) < MOST_SEQUENCE:
-                    self._rest = tail
+                if len(text) - at < MOST_SEQUENCE and _PARTIAL.fullmatch(text, at):
+                    self._rest = text[at:]
                     return
                 at += 1
 

@@ -237,7 +237,7 @@ class Anthropic:
             if block.get("type") == "tool_use":
                 draft.call(i).parts = [json.dumps(block.get("input") or {})]
         draft.finish("end_turn")
-        draft.finish(value.get("stop_reason"))
+        draft.finish(cls._reason(value))
         cls._usage(draft, value.get("usage"))
 
     @classmethod
@@ -260,8 +260,14 @@ class Anthropic:
             if delta.get("type") == "input_json_delta":
                 draft.call(int(index)).parts.append(str(delta.get("partial_json") or ""))
         elif kind == "message_delta":
-            draft.finish((value.get("delta") or {}).get("stop_reason"))
+            draft.finish(cls._reason(value.get("delta") or {}))
             cls._usage(draft, value.get("usage"))
+
+    @staticmethod
+    def _reason(value: Mapping[str, Any]) -> Any:
+        """Why a reply ended; "length" as in Chat Completions if it was cut off."""
+        reason = value.get("stop_reason")
+        return "length" if reason in ("max_tokens", "model_context_window_exceeded") else reason
 
     @staticmethod
     def _block(draft: Draft, index: int, block: Mapping[str, Any]) -> None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import difflib
 import hashlib
+import itertools
 import os
+import re
 import stat
 import subprocess
 import tempfile
@@ -28,11 +30,19 @@ CACHES = frozenset("__pycache__ .pytest_cache .mypy_cache .ruff_cache .hypothesi
 METADATA = frozenset((".git", ".hg", ".svn"))
 """Names of folders and files of version control. Programs that read them here would run what the agent put there."""
 MOST_FILE, MOST_ALL, MOST_FILES = 4 << 20, 64 << 20, 2000
-MOST_DIFF_LINES = 20_000
-"""A file with more lines is shown as replaced; a line by line comparison could take minutes."""
+MOST_NAMED = 1000
+"""Files that are left out and named: a log has their names in one line."""
+MOST_DIFF_LINES, MOST_COMPARED = 4000, 20_000
+"""Lines of a file between those that both states begin and end with, and of all files of a patch, that are compared
+line by line, which could take minutes; what is more is shown as replaced."""
+CONTEXT = 3
+MOST_COMMAND = 64 << 10
+"""Characters of the paths in one command line, for which the system has a limit."""
 GIT_S = 60.0
 _QUIET = ("-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=false")
 """The repository may come from anywhere: none of its programs is to run here."""
+NO_FETCH = {"GIT_ALLOW_PROTOCOL": "none", "GIT_NO_LAZY_FETCH": "1"}
+"""Nor the one that a partial clone names to fetch the objects that it lacks."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +95,7 @@ class Workspace:
             and (path not in now or stat.S_ISDIR(now[path].st_mode))
             and not any(path.startswith(f"{folder}/") for folder in closed)
         }
-        left_out, total = dict.fromkeys(closed, "the folder cannot be read"), 0
+        left_out, total, unnamed = dict.fromkeys(closed[:MOST_NAMED], "the folder cannot be read"), 0, 0
         # Files of the repository first, then those near its top: too many others must not push them out.
         for path, found in sorted(
             now.items(), key=lambda item: (item[0] not in self._base, item[0].count("/"), item[0])
@@ -99,12 +109,16 @@ class Workspace:
                     raise GradingError(f"the changes are more than {MOST_FILES:,} files or {MOST_ALL >> 20} MiB")
                 data = self._room.download(f"{ROOT}/{path}", MOST_FILE)
             except GradingError as error:
-                left_out[path] = str(error)
+                if len(left_out) < MOST_NAMED:
+                    left_out[path] = str(error)
+                else:
+                    unnamed += 1
                 continue
             if before is None or before.data != data or before.executable != executable:
                 total += len(data)
                 files[path] = File(data, executable)
-        return Changes(files, left_out)
+        unnamed += max(0, len(closed) - MOST_NAMED)
+        return Changes(files, left_out | ({"...": f"{unnamed:,} more are not named"} if unnamed else {}))
 
 
 def _walk(root: int, top: str, closed: list[str] | None = None) -> Iterator[tuple[str, os.stat_result]]:
@@ -137,10 +151,16 @@ def _walk(root: int, top: str, closed: list[str] | None = None) -> Iterator[tupl
 
 
 def restore(room: Room, files: Mapping[str, File]) -> None:
-    """Bring changes of an earlier room into this one."""
+    """Bring changes of an earlier room into this one. Raises GradingError if that fails."""
     gone = [f"{ROOT}/{path}" for path, file in files.items() if file.data is None]
-    if gone:
-        room.exec(["/bin/rm", "-rf", "--", *gone], timeout_s=60)
+    while gone:
+        part = [gone.pop()]
+        while gone and sum(map(len, part)) < MOST_COMMAND and len(part) < 500:
+            part.append(gone.pop())
+        done = room.exec(["/bin/rm", "-rf", "--", *part], timeout_s=60)
+        if done.exit_code:
+            said = done.stderr.decode("utf-8", "replace").strip()[-200:]
+            raise GradingError(f"what was deleted before cannot be deleted again: {said}")
     room.upload(
         {f"{ROOT}/{path}": file.data for path, file in files.items() if file.data is not None},
         {f"{ROOT}/{path}": 0o755 if file.executable else 0o644 for path, file in files.items()},
@@ -248,11 +268,16 @@ def safety_commit(repo: Path, name: str, paths: Iterable[str] = ()) -> str:
         head = _git(repo, ["rev-parse", "--verify", "--quiet", "HEAD"], check=False)
         if head:
             _git(repo, ["read-tree", "HEAD"], index)
-        _git(repo, ["add", "--all"], index)
+        entries = _git(repo, ["ls-files", "--stage", "-z"], index).split("\0")
+        modules = [entry.partition("\t")[2] for entry in entries if entry.startswith("160000 ")]
+        # git would ask each for its state, with the programs of its own settings.
+        wanted = "\0".join([".", *(f":(exclude,literal){module}" for module in modules)])
+        from_input = ["--pathspec-from-file=-", "--pathspec-file-nul"]
+        _git(repo, ["add", "--all", *from_input], index, stdin=os.fsencode(wanted))
         there = b"\0".join(os.fsencode(path) for path in paths if _is_file(repo, path))
         if there:
             literal = index | {"GIT_LITERAL_PATHSPECS": "1"}
-            _git(repo, ["add", "--force", "--pathspec-from-file=-", "--pathspec-file-nul"], literal, stdin=there)
+            _git(repo, ["add", "--force", *from_input], literal, stdin=there)
         tree = _git(repo, ["write-tree"], index)
     who = {f"GIT_{role}_{key}": "glm5" for role in ("AUTHOR", "COMMITTER") for key in ("NAME", "EMAIL")}
     parent = ["-p", head] if head else []
@@ -281,29 +306,37 @@ def _git(
             capture_output=True,
             timeout=GIT_S,
             input=stdin,
-            env=dict(os.environ) | dict(env or {}),
+            env=_environment() | NO_FETCH | dict(env or {}),
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UsageError(f"git is needed to change a repository in place: {error}.") from error
     if done.returncode and check:
         why = done.stderr.decode("utf-8", "replace").strip().splitlines() or [""]
         raise UsageError(f"git {arguments[0]} fails in {repo}: {why[-1][:200]}")
-    return done.stdout.decode("utf-8", "replace").strip()
+    return os.fsdecode(done.stdout).strip()
+
+
+def _environment() -> dict[str, str]:
+    """Ours without the variables by which a git that runs us, such as a hook, names its own repository."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
 
 
 def diff(repo: Path, files: Mapping[str, File], since: Mapping[str, File] | None = None) -> str:
     """The changes as a patch for `git apply`; binary files are only named. With `since`, what has changed since those
     changes."""
-    parts = []
+    parts, left = [], MOST_COMPARED
     for path in sorted({*files, *(since or {})}):
         base = base_file(repo, path)
         before, after = (since or {}).get(path, base), files.get(path, base or File(None))
         if before != after:
-            parts.append(_file_diff(path, None if before is None or before.data is None else before, after))
+            text, lines = _file_diff(path, None if before is None or before.data is None else before, after, left)
+            parts.append(text)
+            left -= lines
     return "".join(parts)
 
 
-def _file_diff(path: str, before: File | None, after: File) -> str:
+def _file_diff(path: str, before: File | None, after: File, most: int) -> tuple[str, int]:
+    """The patch of one file, and the number of lines that were compared, at most `most`."""
     a, b = _quoted(f"a/{path}"), _quoted(f"b/{path}")
     head = [f"diff --git {a} {b}\n"]
     mode, old_mode = _mode(after), _mode(before)
@@ -315,17 +348,35 @@ def _file_diff(path: str, before: File | None, after: File) -> str:
         head += [f"old mode {old_mode}\n", f"new mode {mode}\n"]
     old, new = _lines(before), _lines(after)
     if old is None or new is None:
-        return "".join([*head, f"Binary files {a} and {b} differ\n"])
+        return "".join([*head, f"Binary files {a} and {b} differ\n"]), 0
     names = ("/dev/null" if before is None else a, "/dev/null" if after.data is None else b)
-    if len(old) + len(new) > MOST_DIFF_LINES:
-        spans = [f"{1 if lines else 0},{len(lines)}" for lines in (old, new)]
+    alike = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(old, new, strict=False)))
+    ends = zip(reversed(old[alike:]), reversed(new[alike:]), strict=False)
+    end = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], ends))
+    first, last = max(0, alike - CONTEXT), max(0, end - CONTEXT)
+    old, new = old[first : len(old) - last], new[first : len(new) - last]
+    compared = len(old) + len(new)
+    if compared > min(most, MOST_DIFF_LINES):
+        spans = [f"{first + bool(lines)},{len(lines)}" for lines in (old, new)]
         body = [f"--- {names[0]}\n", f"+++ {names[1]}\n", f"@@ -{spans[0]} +{spans[1]} @@\n"]
-        body += ["-" + line for line in old] + ["+" + line for line in new]
+        lead, tail = alike - first, end - last
+        body += [" " + line for line in old[:lead]]
+        body += ["-" + line for line in old[lead : len(old) - tail]] + ["+" + x for x in new[lead : len(new) - tail]]
+        body += [" " + line for line in old[len(old) - tail :]]
+        compared = 0
     else:
-        body = list(difflib.unified_diff(old, new, *names))
+        body = list(difflib.unified_diff(old, new, *names, n=CONTEXT))
+        body[2:] = [
+            re.sub(r"(?<=[-+])\d+", lambda m: str(int(m[0]) + first), x) if x[0] == "@" else x for x in body[2:]
+        ]
     return "".join(head) + "".join(
         line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in body
-    )
+    ), compared
+
+
+def _moved(head: str, lines: int) -> str:
+    """The first line of a hunk for a place that is so many lines further down."""
+    return re.sub(r"(?<=[-+])\d+", lambda number: str(int(number[0]) + lines), head)
 
 
 def _lines(file: File | None) -> list[str] | None:

@@ -29,7 +29,7 @@ from glm5.cli import (  # noqa: F401 - their import adds the verbs
     task_slides,
 )
 from glm5.cli.options import Json, app, show
-from glm5.errors import Glm5Error
+from glm5.errors import Glm5Error, for_screen
 
 SIGINT_CODE = 130
 """Typer's return value after Ctrl-C."""
@@ -51,7 +51,7 @@ def version() -> None:
 
 def _fail(message: str, code: int) -> NoReturn:
     lines = [line for line in message.splitlines() if line.strip()][:3] or ["failed without a message."]
-    print("\n".join(["Error: " + lines[0], *lines[1:]]), file=sys.stderr)
+    print(for_screen("\n".join(["Error: " + lines[0], *lines[1:]])), file=sys.stderr)
     sys.exit(code)
 
 

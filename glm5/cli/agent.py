@@ -94,7 +94,7 @@ def agent(
         view.end(outcome, patch)
         for line in told["notes"]:
             view.note(line)
-    if not outcome.ok:
+    if not told["ok"]:
         raise typer.Exit(1)
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from glm5.errors import UsageError
+from glm5.errors import UsageError, for_screen
 
 app = typer.Typer(
     name="glm5",
@@ -65,7 +65,12 @@ def show(values: dict[str, Any], as_json: bool) -> None:
     width = max((len(key) for key in values), default=0)
     for key, value in values.items():
         text = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else value
-        typer.echo(f"{key:<{width}}  {text}")
+        say(f"{key:<{width}}  {text}")
+
+
+def say(text: str, err: bool = False) -> None:
+    """Print a line for people; what programs of a room or a model say may be in it."""
+    typer.echo(for_screen(text), err=err)
 
 
 def model_config(model: str) -> Any:

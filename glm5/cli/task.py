@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from glm5.cli.options import Json, app, show
+from glm5.cli.options import Json, app, say, show
 from glm5.errors import UsageError
 
 if TYPE_CHECKING:
@@ -81,9 +81,9 @@ def check(
         typer.echo(f"repeats  {report.repeats}")
         typer.echo(f"attacks  {len(report.attacks)}, {sum(1 for r in report.attacks.values() if r == 0.0)} scored 0")
         for warning in report.warnings:
-            typer.echo(f"note: {warning}")
+            say(f"note: {warning}")
         for reason in report.reasons:
-            typer.echo(f"reason: {reason}")
+            say(f"reason: {reason}")
     raise typer.Exit(0 if report.ok else 1)
 
 
@@ -113,7 +113,7 @@ def run(
 
     task = Folder.read(folder)
     for warning in task.warnings:
-        typer.echo(f"warning: {warning}", err=True)
+        say(f"warning: {warning}", err=True)
     if (agent == "terminal") != (model is not None):
         raise UsageError("--agent terminal and --model need each other.")
     chosen, played = {"oracle": oracle, "nop": nop}.get(agent) or command_agent(agent), list["Outcome"]()
@@ -216,5 +216,5 @@ def _written(
                     raise Fallen("prompt", str(error)) from error
                 raise
 
-        writer = Writer(out, ask, rounds, endpoint.name, lambda line: typer.echo(line, err=True))
+        writer = Writer(out, ask, rounds, endpoint.name, lambda line: say(line, err=True))
         return writer.run(pages(page) if page else ideas(seed), len(page) if page else count)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from glm5.cli.options import Json, Out, show
+from glm5.cli.options import Json, Out, say, show
 from glm5.cli.task import build_app, task_app
 from glm5.errors import UsageError
 
@@ -20,6 +20,11 @@ Kinds = Annotated[
 Modules = Annotated[list[str], typer.Option("--stdlib", help="Module of Python's library to use instead of packages.")]
 Repos = Annotated[list[Path], typer.Option("--repo", help="Local git repository to use instead of packages.")]
 Requires = Annotated[list[str], typer.Option("--requires", help="Package that the tests of --repo need.")]
+
+
+def told(line: str) -> None:
+    """Say on stderr how a build goes."""
+    say(line, err=True)
 
 
 @build_app.command("swe")
@@ -64,9 +69,6 @@ def build_swe(
     from glm5.tasks.swe.featadd import FeatAdd
     from glm5.tasks.swe.make import DEFAULT, make
 
-    def told(line: str) -> None:
-        typer.echo(line, err=True)
-
     beside = out / "work"  # where tasks find their dependencies
     if work is not None and not os.path.lexists(beside) and work.resolve() != beside.resolve():
         out.mkdir(parents=True, exist_ok=True)
@@ -106,6 +108,6 @@ def audit_swe(
     """Check SWE tasks: the solution scores 1, doing nothing and every cheat 0. Rows go to OUT/audit.jsonl."""
     from glm5.tasks.harbor.swe import audit_sample
 
-    found = audit_sample(out, sample, seed, repeats=repeats, at_once=jobs, told=lambda line: typer.echo(line, err=True))
+    found = audit_sample(out, sample, seed, repeats=repeats, at_once=jobs, told=told)
     show(found, as_json)
     raise typer.Exit(0 if found["ok"] == found["audited"] else 1)

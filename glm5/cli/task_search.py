@@ -40,6 +40,9 @@ def build_search(
     ] = [],  # noqa: B006
     filters: Annotated[int, typer.Option(min=0, max=8, help="Most blurred constraints of a question.")] = 4,
     per_shape: Annotated[int, typer.Option(min=0, help="Most questions of one form; 0: one in a hundred.")] = 0,
+    per_answer: Annotated[int, typer.Option(min=1, help="Most questions with the same answer.")] = 2,
+    results: Annotated[int, typer.Option(help="Results of a search that may not show the answer.")] = 10,
+    snippet: Annotated[int, typer.Option(help="Characters of their snippets.")] = 300,
     jobs: Annotated[int, typer.Option(min=1, help="Processes that make questions.")] = 2,
     model: Annotated[
         str | None, typer.Option(help="Server's URL or checkpoint directory of a model that filters the questions.")
@@ -58,7 +61,8 @@ def build_search(
 
     if paraphrase and model is None:
         raise UsageError("--paraphrase needs --model.")
-    rules = Rules(count, seed, tuple(depth) or DEPTHS, tuple(answers), filters, per_shape, tuple(kinds))
+    depths = tuple(depth) or DEPTHS
+    rules = Rules(count, seed, depths, tuple(answers), filters, per_shape, tuple(kinds), results, snippet, per_answer)
     found = build(out, rules, only=source, roots=root, download=download, jobs=jobs, told=_told)
     if model is not None:
         found["model"] = _filtered(out, model, name, dialect, api_key_file, paraphrase)
@@ -91,7 +95,7 @@ def _filtered(
     from glm5.tasks.search.checks import Checker
     from glm5.tasks.search.filters import Judges, filter_questions, paraphrase_questions
     from glm5.tasks.search.query import Evaluator
-    from glm5.tasks.search.questions import read_questions
+    from glm5.tasks.search.questions import read_questions, read_view
     from glm5.tasks.search.web import Web
     from glm5.tasks.tools.python_tool import default_programs
 
@@ -111,7 +115,7 @@ def _filtered(
         questions = read_questions(out)
         if paraphrase:
             graph = web.graph()
-            questions = paraphrase_questions(out, questions, ask, Checker(web, graph, Evaluator(graph)))
+            questions = paraphrase_questions(out, questions, ask, Checker(web, graph, Evaluator(graph), read_view(out)))
             found["paraphrased"] = sum(bool(question.paraphrase) for question in questions)
         return found | filter_questions(out, questions, Judges(ask, play), _told)
 

@@ -109,6 +109,7 @@ class ContainerEnvironment(NamespaceEnvironment):
         build_s: float = BUILD_S,
         read_only: Sequence[str | Path] = (),
         writable: Sequence[str] = (),
+        hidden: Sequence[str] = (),  # of this machine, which a container does not show
         limits: RoomLimits = LIMITS,
         gateway: Address | None = None,
     ) -> None:

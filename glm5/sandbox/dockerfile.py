@@ -8,7 +8,7 @@ network. What cannot be done there is a `Blocker` with a kind, found before anyt
     network       a command downloads
     apt-get       a package that is not installed here; installing a present one does nothing
     read-only     COPY to a folder that rooms show read-only
-    copy          the source of a COPY is not in the context
+    copy          the source of a COPY is not in the context, or its target cannot be written
     instruction   an instruction or an option outside the subset
     syntax        not a Dockerfile
 """
@@ -40,6 +40,7 @@ PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _IGNORED = {"LABEL", "EXPOSE", "VOLUME", "STOPSIGNAL", "MAINTAINER", "HEALTHCHECK", "CMD", "ENTRYPOINT"}
 _VARIABLE = re.compile(r"\\(.)|\$(?:\{([A-Za-z_]\w*)(?::([-+])([^}]*))?\}|([A-Za-z_]\w*))", re.DOTALL)
 _HEREDOC = re.compile(r"<<(-?)([\"']?)([A-Za-z_]\w*)\2")
+_ONE = re.compile(r"(\?|\[[^]/]+\])")
 _FLAG = re.compile(r"--([a-z-]+)(?:=(\S+))?\s*")
 
 
@@ -292,7 +293,10 @@ class _Reader:
             return [""]
         if clean.startswith(".."):
             raise Blocked("copy", f"{name[:80]} is outside the context")
-        pattern = re.compile(_pattern(clean))
+        try:
+            pattern = re.compile(_pattern(clean))
+        except re.error:
+            raise Blocked("syntax", f"{name[:80]} is no pattern of files") from None
         files = [file for file in self.context if pattern.fullmatch(file)]
         parents = {str(folder) for file in self.context for folder in PurePosixPath(file).parents}
         parents |= {file.rstrip("/") for file in self.context if file.endswith("/")}
@@ -312,9 +316,25 @@ def _mode(text: str) -> int:
 
 def _pattern(name: str) -> str:
     """A regular expression for Docker's file patterns: `*` and `?` match within a folder, `[...]` a set."""
-    translated = {"*": "[^/]*", "?": "[^/]"}
-    parts = re.split(r"(\*|\?|\[[^]/]+\])", name)
-    return "".join(translated.get(p, p if p.startswith("[") else re.escape(p)) for p in parts)
+    first, *others = (
+        "".join("[^/]" if p == "?" else p if _ONE.fullmatch(p) else re.escape(p) for p in _ONE.split(piece))
+        for piece in _split(name)
+    )
+    if not others:
+        return first
+    # What follows a star is taken where it comes first, for good: else stars could be tried in endless ways.
+    return first + "".join(f"(?>[^/]*?{piece})" for piece in others[:-1]) + f"[^/]*{others[-1]}"
+
+
+def _split(name: str) -> list[str]:
+    """The pieces between the stars that are not in a set."""
+    pieces = [""]
+    for part in re.split(r"(\*|\[[^]/]+\])", name):
+        if part == "*":
+            pieces.append("")
+        else:
+            pieces[-1] += part
+    return pieces
 
 
 def _instructions(text: str) -> Iterator[tuple[int, str, str, dict[str, str]]]:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from glm5.errors import DataError
 from glm5.sandbox.dockerfile import BASES, Base, Copy, Plan, Run
-from glm5.sandbox.environment import ExecResult, Room
+from glm5.sandbox.environment import ExecResult, Room, RoomFileError
 
 MOST_TOLD = 800
 """Characters of a failed command's output in the error."""
@@ -136,11 +136,14 @@ def _copy(room: Room, step: Copy, context: Mapping[str, File]) -> None:
                 uploads[posixpath.join(step.target, name.removeprefix(source))] = file
     for name, text in step.inline.items():
         uploads[posixpath.join(step.target, name) if into else step.target] = File(text.encode())
-    for place in [place for place in uploads if place.endswith("/")]:
-        del uploads[place]
-        os.close(room.files.folder(place.strip("/")))
     modes = {place: step.mode or (0o755 if file.executable else 0o644) for place, file in uploads.items()}
-    room.upload({place: file.data for place, file in uploads.items()}, modes)
+    try:
+        for place in [place for place in uploads if place.endswith("/")]:
+            del uploads[place]
+            os.close(room.files.folder(place.strip("/")))
+        room.upload({place: file.data for place, file in uploads.items()}, modes)
+    except (OSError, RoomFileError) as error:  # a folder of the machine, a file in the place of a folder
+        raise BuildError("copy", f"line {step.line}: COPY cannot write: {error}") from None
     for place in archives:
         command = f"tar -xf {shlex.quote(place)} -C {shlex.quote(posixpath.dirname(place))} && rm {shlex.quote(place)}"
         _finished(room.exec(command), step.line, "ADD")

@@ -94,6 +94,7 @@ class NamespaceEnvironment(Room):
         read_only: Files and folders of the machine to show at their own paths. Programs can read all of them.
         writable: More folders that programs may write, empty at first. `/tmp`, `/home/agent`, `/usr/local` and the top
             folder itself are always writable.
+        hidden: Folders of the machine to show empty, in what else is shown.
         limits: See `RoomLimits`.
         gateway: Where connections to the room's 127.0.0.1:8100 lead: path of a Unix socket, or host and port.
 
@@ -106,11 +107,13 @@ class NamespaceEnvironment(Room):
         *,
         read_only: Sequence[str | Path] = (),
         writable: Sequence[str] = (),
+        hidden: Sequence[str] = (),
         limits: RoomLimits = LIMITS,
         gateway: Address | None = None,
         mode: str | None = None,
     ) -> None:
-        self._set_up(_request(dict(trees or {}), read_only, writable), limits, gateway, mode or environment_mechanism())
+        request = _request(dict(trees or {}), read_only, writable, hidden)
+        self._set_up(request, limits, gateway, mode or environment_mechanism())
 
     def _set_up(self, request: dict[str, Any], limits: RoomLimits, gateway: Address | None, mode: str) -> None:
         super().__init__(limits, gateway)
@@ -207,7 +210,8 @@ class NamespaceEnvironment(Room):
         limits: RoomLimits | None = None,
     ) -> Iterator[Room]:
         """A room to judge the result in: the agent's processes are dead, its files a frozen layer below a new one. The
-        links of the top folder are the machine's again, and the loader preloads nothing.
+        links of the top folder and what the machine has in /usr/local are its own again, and the loader preloads
+        nothing.
 
         `writable` are folders that are empty whatever the agent left there, such as those of the tests and of the
         reward; `/tmp` is one of them. `files` (absolute path to data) are laid in. The space of `limits` is new,
@@ -229,7 +233,10 @@ _Row = tuple[str, list[str], list[str]]
 
 
 def _request(
-    trees: dict[str, Path | str | Sequence[Path | str]], read_only: Sequence[str | Path], writable: Sequence[str]
+    trees: dict[str, Path | str | Sequence[Path | str]],
+    read_only: Sequence[str | Path],
+    writable: Sequence[str],
+    hidden: Sequence[str],
 ) -> dict[str, Any]:
     """The keeper's input; see `environment_launcher.Keeper`."""
     rows: list[_Row] = []
@@ -259,13 +266,15 @@ def _request(
         if real_path != os.path.abspath(given):
             links[os.path.abspath(given)] = real_path
         kept.append(real_path)
-    kept = sorted({path for path in kept if not inside(path, [*kept, local]) and not path.startswith("/dev/")})
+    secret = {str(PACKAGE if PACKAGE.parent.name.endswith("-packages") else PACKAGE.parent), *hidden}
+    asked = {path for path in kept if inside(path, secret)}  # is shown though what is around it is not
+    others = {path for path in kept if not inside(path, [*kept, local]) and not path.startswith("/dev/")}
+    kept = sorted(others | asked)
     kept += python_files(interpreter(), sys.base_prefix, local)
-    hidden = str(PACKAGE if PACKAGE.parent.name.endswith("-packages") else PACKAGE.parent)
     return {
         "trees": sorted(rows),
         "shown": kept,
-        "hidden": [hidden] if inside(hidden, [*kept, local]) else [],
+        "hidden": sorted(path for path in secret if inside(path, [*kept, local]) and not inside(path, secret)),
         "links": [*links.items(), *(link for link in LINKS if link[0] not in ("/dev/random", "/dev/shm")),
                   ("/dev/ptmx", "pts/ptmx")],
         "folders": FOLDERS,

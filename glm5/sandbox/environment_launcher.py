@@ -46,9 +46,16 @@ NEW_MOUNTS = 0x00020000
 USER = 1000  # of the room, if an ordinary user starts it
 PLACES = ("/mnt", "/media", "/srv", "/sys")  # one is covered by the tmpfs, in the keeper's own namespace only
 MS_NOEXEC = 8
+CLOSED = launcher.MS_REMOUNT | launcher.MS_BIND | launcher.MS_RDONLY | launcher.MS_NOSUID | launcher.MS_NODEV
+VERSION = f"{sys.version_info[0]}{sys.version_info[1]}"
+LOCAL = "/usr/local"
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
-REMOVED = ("/etc/ld.so.preload", "/usr/pyvenv.cfg", "/usr/local/pyvenv.cfg", "/usr/local/bin/pyvenv.cfg")
-"""In verifier rooms: they decide which libraries programs load, and where the machine's Python looks for its own."""
+REMOVED = (
+    "/etc/ld.so.preload", "/usr/pyvenv.cfg", "/usr/local/pyvenv.cfg", "/usr/local/bin/pyvenv.cfg",
+    "/usr/local/bin/pybuilddir.txt", "/usr/local/bin/Modules", f"/usr/local/lib/python{VERSION}.zip",
+)  # fmt: skip
+"""In verifier rooms: they decide which libraries programs load, and where the machine's Python looks for its own, which
+in images of Python lies in /usr/local."""
 INODES_PER_MB = 128
 LEAST_BYTES, LEAST_INODES = 1 << 20, 2048  # of a layer, even if an agent left no space
 
@@ -157,8 +164,7 @@ class Keeper:
             if kind == 0:
                 show(root, path)
             elif kind == 1:
-                read_only = launcher.MS_RDONLY | launcher.MS_NOSUID | launcher.MS_NODEV
-                mount_at(root, path, "tmpfs", "tmpfs", read_only, "size=4k,mode=755")
+                mount_at(root, path, "tmpfs", "tmpfs", launcher.MS_NOSUID | launcher.MS_NODEV, "size=4k,mode=755")
             elif kind == 2:
                 _, lowers, inner = self.request["trees"][index]
                 target = folder_at(root, path)
@@ -180,6 +186,8 @@ class Keeper:
                         above = folder_at(root, os.path.dirname(link))
                         os.symlink(to, os.path.basename(link), dir_fd=above)
                         os.close(above)
+        for path in self.request["hidden"]:  # only now: what is shown in them needs a place
+            mount_at(root, path, None, None, CLOSED)
         if not sealed:
             flags = launcher.MS_NOSUID | MS_NOEXEC
             mount_at(root, "/dev/pts", "devpts", "devpts", flags, "newinstance,ptmxmode=0666,mode=0620")
@@ -235,7 +243,10 @@ class Keeper:
             os.makedirs(f"{upper}/{name}", exist_ok=True)
             self._own(f"{upper}/{name}", uid, name)
         below = [f"{self.store}/layers/{layer}/{tree}/upper" for layer in order["below"]]
-        held = [os.open(path, os.O_PATH | os.O_DIRECTORY) for path in (upper, work, *below, *lowers)]
+        under = [*below, *lowers]
+        if order["judge"] and top == LOCAL:  # programs that the machine has there are its own again
+            under = [*lowers, *below]
+        held = [os.open(path, os.O_PATH | os.O_DIRECTORY) for path in (upper, work, *under)]
         paths = [f"/proc/self/fd/{descriptor}" for descriptor in held]  # a path may hold the separators
         options = f"upperdir={paths[0]},workdir={paths[1]},lowerdir={':'.join(paths[2:])}"
         options += "" if self.as_root else ",userxattr"

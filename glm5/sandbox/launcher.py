@@ -44,15 +44,17 @@ DENIED = {
     "pidfd_getfd": (438, 438), "mount_setattr": (442, 442), "memfd_secret": (447, 447),
     "syslog": (103, 116), "setpriority": (141, 140), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
     "sched_setaffinity": (203, 122), "sched_setattr": (314, 274), "ioprio_set": (251, 30), "move_pages": (279, 239),
-    "migrate_pages": (256, 238), "process_madvise": (440, 440), "flock": (73, 32), "sync": (162, 81),
-    "syncfs": (306, 267), "sync_file_range": (277, 84), "fadvise64": (221, 223), "readahead": (187, 213),
+    "migrate_pages": (256, 238), "process_madvise": (440, 440), "flock": (73, 32),
+    "sync_file_range": (277, 84), "fadvise64": (221, 223), "readahead": (187, 213),
     "mincore": (27, 232), "inotify_init": (253, 26), "inotify_init1": (294, 26), "fanotify_init": (300, 262),
     "sysinfo": (99, 179),
 }  # fmt: skip
 NEWER_CALLS = 450  # calls from this number on are unknown to this table: ENOSYS, and libraries fall back to older ones
 # Calls that return success and do nothing. A room writes only to memory, so there is nothing to flush to disk, and the
 # program must not write back caches of the shared files.
-PRETENDED = {"fsync": (74, 82), "fdatasync": (75, 83), "msync": (26, 227)}
+PRETENDED = {
+    "fsync": (74, 82), "fdatasync": (75, 83), "msync": (26, 227), "sync": (162, 81), "syncfs": (306, 267),
+}  # fmt: skip
 # Calls that depend on one argument: (numbers, place of the argument, its values, the answer). POSIX locks return
 # success without locking: databases need them, and the program is alone in its folder. Calls that show or take other
 # locks on files shared by rooms are refused, and so are calls that page out shared memory.

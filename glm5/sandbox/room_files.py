@@ -34,8 +34,12 @@ class RoomFileTooLarge(RoomFileError):
 
 
 def open_inside(root: int, path: str, flags: int, mode: int = 0) -> int:
-    """Open `path` below the folder `root`, following no links. Raises OSError."""
-    how = struct.pack("=3Q", flags | os.O_CLOEXEC, mode, NO_MAGIC_LINKS | NO_SYMLINKS | IN_ROOT)
+    """Open `path` below the folder `root`, following no links. Raises OSError.
+
+    A terminal of the room never becomes ours: its end would then be the end of this process, if that leads a session.
+    """
+    flags |= os.O_CLOEXEC if flags & os.O_PATH else os.O_CLOEXEC | os.O_NOCTTY
+    how = struct.pack("=3Q", flags, mode, NO_MAGIC_LINKS | NO_SYMLINKS | IN_ROOT)
     name = os.fsencode(path)
     if b"\0" in name:
         raise ValueError("a path holds a null character")
@@ -108,20 +112,27 @@ class RoomFiles:
             os.fchmod(descriptor, mode & 0o777)
 
     def folder(self, path: str) -> int:
-        """A descriptor of a folder; it and its parents are made if they are missing."""
-        try:
-            return open_inside(self.root, path or ".", os.O_PATH | os.O_DIRECTORY)
-        except FileNotFoundError:
-            above, _, name = path.rstrip("/").rpartition("/")
-            parent = self.folder(above)
+        """A descriptor of a folder; it and its parents are made if they are missing. Raises OSError."""
+        missing = list[str]()
+        while True:
+            try:
+                found = open_inside(self.root, path or ".", os.O_PATH | os.O_DIRECTORY)
+                break
+            except FileNotFoundError:
+                if not path:
+                    raise
+                path, _, name = path.rstrip("/").rpartition("/")
+                missing.append(name)
+        for name in reversed(missing):
+            parent = found
             try:
                 os.mkdir(name, 0o755, dir_fd=parent)
-                made = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
-                if self.owner is not None:
-                    os.fchown(made, self.owner, self.owner)
-                return made
+                found = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
             finally:
                 os.close(parent)
+            if self.owner is not None:
+                os.fchown(found, self.owner, self.owner)
+        return found
 
     def entries(self, path: str, most: int = MOST_ENTRIES) -> Iterator[Entry]:
         """Everything below a folder, parents first, in the order of names. Links are entries and not followed."""

@@ -63,9 +63,6 @@ class ProcessOne:
         self.uid, self.limits, sealed = uid, limits, fixed["sealed"] is not None
         self.plain = fixed["plain"]  # a room for one program of the judge
         self.uncounted = 2 if os.getuid() == 0 else 3  # process 1; in a user namespace, the keeper and its child too
-        self.denied = {
-            name: call for name, call in room_filter.DENIED.items() if sealed or name not in ("sync", "syncfs")
-        }
         root = build()
         self.listener = room_filter.open_loopback(fixed["port"])
         os.fchdir(root)
@@ -162,7 +159,7 @@ class ProcessOne:
             else:
                 room_filter.limit(*most)
                 rules = room_filter.extra_rules(launcher.MACHINES[self.machine][0])
-                launcher.filter_system_calls(self.machine, self.denied, room_filter.BY_ARGUMENT, rules)
+                launcher.filter_system_calls(self.machine, room_filter.DENIED, room_filter.BY_ARGUMENT, rules)
             os.chdir(program["cwd"])
 
         return launcher.start_program(program["argv"], program["env"], prepare)

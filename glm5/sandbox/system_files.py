@@ -8,16 +8,24 @@ puts right what would run inside of Python, Ruby, Perl, Node, a compiler or pyte
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from glm5.sandbox.agent_request import SHOWN
 from glm5.sandbox.environment import Room, RoomFileError
 from glm5.sandbox.programs import environment_of
 from glm5.sandbox.room import interpreter
 
 PYTHON = r"/usr/local/lib/(.*/)?((sitecustomize|usercustomize|apport_python_hook)\b.*|[^/]*\.pth)"
-LIBRARIES = r"/usr/local/(lib|share)/(.*/)?(site_ruby|site_perl|perl|perl5|lua)(/.*)?"
-PLACES = ("/usr/local/lib", "/usr/local/share/perl", "/usr/local/share/lua", "/usr/local/include", "/usr/pyvenv.cfg")
+LIBRARIES = r"/etc/perl/.*|/usr/local/(lib|share)/(.*/)?(site_ruby|site_perl|perl|perl5|lua)(/.*)?"
+PACKAGES = r"/usr/local/lib/python[^/]*/(?:dist|site)-packages/([^/.]+)(?:[/.].*)?"
+SYSTEM_PACKAGES = "/usr/lib/python3/dist-packages"
+"""Where Debian's Python looks for packages after those of PACKAGES."""
+PLACES = (
+    "/usr/local/lib", "/usr/local/share/perl", "/usr/local/share/lua", "/usr/local/include", "/usr/pyvenv.cfg",
+    "/usr/local/bin/python", "/usr/local/bin/python3", "/etc/perl",
+)  # fmt: skip
 TOP = (
     "/pytest.ini", "/.pytest.ini", "/pyproject.toml", "/tox.ini", "/setup.cfg", "/conftest.py", "/__init__.py",
     "/package.json", "/node_modules", "/.npmrc", "/.cargo", "/.rspec", "/phpunit.xml",
@@ -27,6 +35,8 @@ LOOK_S = 60.0
 
 # Prints what of these files there is, as JSON of path to a stamp that no program can choose. With "known", removes what
 # differs from it; "left" is what could not be removed. Links to folders count, for what lies behind them is not seen.
+# A folder of /usr that neither the machine nor the image has counts with all files in it: compilers look there for
+# programs and headers, such as /usr/x86_64-linux-gnu/bin/as.
 LOOK = r"""
 import json, os, re, stat, sys
 order = json.load(sys.stdin)
@@ -34,18 +44,34 @@ ours = [re.compile(pattern, re.DOTALL) for pattern in order["patterns"]]
 local, system = "/usr/local/include/", ["/usr/include/"]
 if os.path.isdir(system[0]):
     system += [f"/usr/include/{name}/" for name in os.listdir(system[0]) if "-linux-" in name]
+names = os.listdir(order["packages"][1]) if os.path.isdir(order["packages"][1]) else []
+package, names = re.compile(order["packages"][0], re.DOTALL), {name.split(".")[0] for name in names}
+own = [f"/usr/{name}" for name in os.listdir("/usr") if name not in order["usr"]]
+before = own if order["known"] is None else order["known"]
+whole = [*order["top"], *(path for path in own if path not in before)]
 
 def counts(path, mode):
-    if path in order["places"] or any(f"{path}/".startswith(f"{top}/") for top in order["top"]):
+    if path in order["places"] or any(f"{path}/".startswith(f"{top}/") for top in whole):
+        return True
+    found = package.fullmatch(path)  # what stands for a package of the machine, or extends pytest, counts
+    if found is not None and (found[1] in names or path.endswith("/entry_points.txt") and plugs_in(path, mode)):
         return True
     if stat.S_ISLNK(mode) and os.path.isdir(path):
         return True
-    if path.startswith(local):
-        return any(os.path.lexists(folder + path[len(local):]) for folder in system)
+    if path.startswith(local):  # a header, or one that gcc takes compiled
+        header = re.sub(r"\.gch(/.*)?$", "", path[len(local):], flags=re.DOTALL)
+        return any(os.path.lexists(folder + header) for folder in system)
     return any(pattern.fullmatch(path) for pattern in ours)
 
+def plugs_in(path, mode):
+    if not stat.S_ISREG(mode):
+        return True
+    with open(path, "rb") as file:
+        return b"pytest11" in file.read(1 << 20)
+
 def look():
-    found, todo = {}, [*order["places"], *order["top"]]
+    found = dict.fromkeys((path for path in own if path not in whole), "a folder of the image")
+    todo = [*order["places"], *whole]
     while todo:
         path = todo.pop()
         try:
@@ -78,10 +104,12 @@ class StartupFile:
     data: bytes | None
 
 
-def verifier_path() -> str:
-    """PATH of verifiers: the machine's read-only folders before /usr/local, which agents may write."""
+def verifier_path(image: str = "") -> str:
+    """PATH of verifiers: the machine's read-only folders before those of `image`, a PATH, and before /usr/local, for
+    agents may write there."""
     folders = environment_of(None)["PATH"].split(":")
-    return ":".join(sorted(folders, key=lambda folder: folder.startswith("/usr/local")))
+    ours = [folder for folder in folders if not folder.startswith("/usr/local")]
+    return ":".join(dict.fromkeys([*ours, *filter(None, image.split(":")), *folders]))
 
 
 def startup_files(room: Room, workdir: str = "/app") -> dict[str, StartupFile]:
@@ -106,7 +134,11 @@ def restore_startup(room: Room, startup: Mapping[str, StartupFile], workdir: str
 
 def _look(room: Room, workdir: str, known: Mapping[str, str] | None) -> dict[str, str]:
     top = [] if workdir.rstrip("/") == "" else [path for path in TOP if not f"{workdir}/".startswith(f"{path}/")]
-    order = {"places": PLACES, "top": top, "patterns": [PYTHON, LIBRARIES], "known": known}
+    usr = {path.split("/")[2] for path in SHOWN if path.startswith("/usr/") and os.path.lexists(path)}
+    order = {
+        "places": PLACES, "top": top, "patterns": [PYTHON, LIBRARIES], "known": known,
+        "packages": [PACKAGES, SYSTEM_PACKAGES], "usr": sorted(usr | {"local", "src"}),
+    }  # fmt: skip
     command = [interpreter(), "-I", "-S", "-B", "-X", "utf8", "-c", LOOK]
     run = room.exec(command, stdin=json.dumps(order).encode(), timeout_s=LOOK_S)
     try:

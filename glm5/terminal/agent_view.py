@@ -6,7 +6,7 @@ import json
 
 from glm5.agents.coding import Outcome, View
 from glm5.agents.endpoint import Reply
-from glm5.agents.tools import CHANGING, ToolResult
+from glm5.agents.tools import CHANGING, ToolResult, shortened
 from glm5.records import ToolCall
 from glm5.terminal.screen import Screen
 
@@ -102,4 +102,4 @@ def _shown(call: ToolCall) -> str:
         more = [f"  ... {len(signs) - 40} lines"] if len(signs) > 40 else []
         return "\n  ".join([f"edit {given['path']}", *signs[:40], *more])
     text = " ".join(str(v) if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for v in given.values())
-    return f"{call.name} {text}"[:2000]
+    return f"{call.name} {shortened(text, 2000)}"  # what is left out shows

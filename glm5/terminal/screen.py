@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import io
-import re
 import sys
 
 from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-# Escape sequences in a model's output could rewrite the screen, or worse; marks of direction could show a patch in
-# another order than it has.
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+from glm5.errors import for_screen
 
 
 class Screen:
@@ -49,7 +46,7 @@ class Screen:
 
     def _read_line(self, prompt: str) -> str:
         self.end_line()
-        prompt = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", prompt).replace("\n", " ")  # it may name a model's call
+        prompt = for_screen(prompt).replace("\n", " ")  # it may name a model's call
         if self.interactive:
             return input(prompt)
         if self._talks:
@@ -63,7 +60,7 @@ class Screen:
         """Print text of an answer as it streams."""
         if text:
             self.waiting(None)
-            clean = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+            clean = for_screen(text)
             if style:
                 self._out.print(Text(clean, style), end="", soft_wrap=True)
             else:  # rich would expand tabs
@@ -81,7 +78,7 @@ class Screen:
     def note(self, text: str, style: str = "dim") -> None:
         """Print a line about the chat, not part of it."""
         self.end_line()
-        self._notes.out(_CONTROL.sub("\N{REPLACEMENT CHARACTER}", text), style=style)
+        self._notes.out(for_screen(text), style=style)
 
     def error(self, text: str) -> None:
         self.note(f"Error: {text}", style="red")
@@ -93,7 +90,7 @@ class Screen:
                 self._status.stop()
             self._status = None
         elif self._out.is_terminal:
-            shown = Text(_CONTROL.sub("\N{REPLACEMENT CHARACTER}", text))  # a string would be read as markup
+            shown = Text(for_screen(text))  # a string would be read as markup
             if self._status is None:
                 self.end_line()
                 self._status = self._out.status(shown, spinner="dots", spinner_style="dim")

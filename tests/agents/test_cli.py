@@ -23,7 +23,9 @@ from typer.testing import CliRunner, Result
 
 from glm5 import cli
 from glm5.agents.session_log import read_log
+from glm5.errors import UsageError
 from glm5.process import python_path
+from glm5.records import ToolCall
 from glm5.terminal.agent_view import AgentView
 from glm5.terminal.screen import Screen
 from tests.agents.scripted_model import Say, ScriptedModel
@@ -108,6 +110,25 @@ def test_a_killed_session_goes_on(repo: Path, tmp_path: Path) -> None:  # noqa: 
     assert sum(len(body["messages"]) == 2 for body in model.bodies) == 1  # nothing was asked twice from the start
 
 
+def test_the_patch_is_not_lost_with_the_state_before(
+    repo: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As if large files that git does not ignore took longer than its time."""
+
+    def fails(*_: object) -> None:
+        raise UsageError("git add timed out")
+
+    subprocess.run(["git", "init", "-q"], cwd=repo, check=True)
+    monkeypatch.setattr("glm5.agents.session.safety_commit", fails)
+    with ScriptedModel(FIX) as model:
+        done = glm5(tmp_path, "Fix add.", "--repo", repo, "--model", model.url, *TEST, "--in-place", "--json")
+    told = json.loads(done.stdout)
+    assert (done.exit_code, told["ok"], told["reason"]) == (1, False, "done") and "+    return a + b" in told["diff"]
+    assert "was not changed" in told["notes"][-1] and "a - b" in (repo / "sums.py").read_text()
+
+
 def test_in_place_with_the_text_view(repo: Path, tmp_path: Path) -> None:  # noqa: F811
     for line in (["init", "-q"], ["add", "."]):
         subprocess.run(["git", *line], cwd=repo, check=True)
@@ -183,6 +204,8 @@ def test_output_is_no_markup(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     screen = Screen()
     screen._out = Console(file=out, force_terminal=True, width=80)
+    AgentView(screen).approve(ToolCall("run", {"command": "true; " * 1000 + "rm -rf ."}))
+    assert "rm -rf ." in out.getvalue() and "characters left out" in out.getvalue()
     AgentView(screen).output("stdout", b"x\n[/red] [bold] \x1b[2J\x1b]0;title\x07")
     screen.end_line()
     assert "[/red] [bold] \ufffd[2J\ufffd]0;title\ufffd" in out.getvalue()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,12 +10,13 @@ from typing import Any
 import pytest
 
 from glm5.agents.context import OMITTED, ContextPolicy
-from glm5.agents.endpoint import EndpointError, Reply
+from glm5.agents.endpoint import Endpoint, EndpointError, Reply
 from glm5.agents.search import Limits, SearchAgent
 from glm5.agents.wire import OnDelta
 from glm5.records import Message, ToolCall
 from glm5.tasks.search.browser import Browser
 from glm5.tasks.search.web import Web
+from tests.agents.scripted_model import Say, ScriptedModel
 from tests.tasks.search.world import tiny_web
 
 pytest.importorskip("bm25s")
@@ -102,6 +104,15 @@ def test_how_sessions_end(web: Web) -> None:
     assert end(says("", SEARCH), too_long) == "context"
     with pytest.raises(EndpointError, match="down"):
         end(EndpointError("down"))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_cut_off_reply_is_no_answer_in_any_dialect(web: Web, stream: bool) -> None:
+    script = [Say("Exact Answer: cut off in the mid", finish="length"), Say("Exact Answer: whole")]
+    with ScriptedModel(script, stream=stream) as model:
+        with contextlib.closing(Endpoint(model.url, dialect="anthropic")) as endpoint:
+            session = SearchAgent(endpoint).run("?", Browser(web))
+    assert (session.answer, session.turns) == ("Exact Answer: whole", 2)
 
 
 def test_broken_arguments_and_many_calls(web: Web) -> None:

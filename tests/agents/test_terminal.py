@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,14 @@ def test_the_screen(data: bytes, lines: list[str]) -> None:
     for byte in data:  # in pieces of any size
         terminal.feed(bytes([byte]))
     assert terminal.lines() == lines
+
+
+def test_output_that_is_all_escapes_costs_no_minutes() -> None:
+    """The screen is drawn outside of the room: what a program prints must not keep this process busy."""
+    terminal, start = VirtualTerminal(10, 4), time.process_time()
+    terminal.feed(b"\x1b" * (1 << 18) + b"[")
+    terminal.feed(b"1mdone")
+    assert (terminal.lines(), time.process_time() - start < 5.0) == (["done"], True)
 
 
 def test_the_screen_takes_any_bytes_in_bounded_memory() -> None:

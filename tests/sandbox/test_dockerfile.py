@@ -111,10 +111,18 @@ def test_copies() -> None:
         ("", "syntax"),
         ("FROM ubuntu\nRUN <<EOF\nnever", "syntax"),
         ("FROM ubuntu\nENV A='", "syntax"),
+        ("FROM ubuntu\nCOPY [z-a] /x", "syntax"),
+        ("FROM ubuntu\nCOPY [a /x", "copy"),
     ],
 )
 def test_what_is_refused(text: str, kind: str) -> None:
     assert kinds(text, "a") == [kind]
+
+
+def test_a_pattern_of_many_stars_is_no_endless_search() -> None:
+    assert kinds(f"FROM ubuntu\nCOPY {'*a' * 30}*b /x", "a" * 200) == ["copy"]
+    (step,) = plan("FROM ubuntu\nCOPY d/*a*[bc]?* /x", "d/xaxbx", "d/xaxb", "d/e/abx", "d/acc").steps
+    assert isinstance(step, Copy) and step.sources == ("d/acc", "d/xaxbx")
 
 
 def test_what_is_there_needs_no_install() -> None:
@@ -213,3 +221,11 @@ def test_a_build_that_fails(mechanism: str, command: str, kind: str) -> None:
         with pytest.raises(BuildError) as caught:
             build(room, read_dockerfile(f"FROM ubuntu\nRUN {command}", {}, machine_base()), {}, timeout_s=3)
     assert caught.value.kind == kind
+
+
+@pytest.mark.parametrize("name", ["usr/bin/none/", "usr/bin/file", "etc/passwd/x"])
+def test_what_cannot_be_copied_is_said(mechanism: str, name: str) -> None:
+    files = {f"all/{name}": File(b"")}
+    with NamespaceEnvironment(limits=RoomLimits(disk_mb=16)) as room, pytest.raises(BuildError) as caught:
+        build(room, read_dockerfile("FROM ubuntu\nCOPY all/ /", files, machine_base()), files)
+    assert caught.value.kind == "copy" and "line 2" in str(caught.value)

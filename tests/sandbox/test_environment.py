@@ -148,6 +148,12 @@ def test_limits_are_the_programs_failure(room: NamespaceEnvironment, command: st
     assert said(room, "echo fine") == "fine\n"
 
 
+def test_no_program_flushes_the_machines_disks(room: NamespaceEnvironment) -> None:
+    """The kernel would refuse a file that is not open; it is not asked."""
+    code = "import ctypes; libc = ctypes.CDLL(None); print(libc.syncfs(-1), libc.fsync(-1)); libc.sync()"
+    assert said(room, f"python3 -c '{code}'; /bin/sync && echo done") == "0 0\ndone\n"
+
+
 def test_a_file_that_many_processes_map_is_no_memory(room: NamespaceEnvironment) -> None:
     """Together they map more than the limit, but of one file, for which the room's disk has a limit."""
     code = 'import mmap, time; x = mmap.mmap(open("/tmp/x", "r+b").fileno(), 0); bytes(x); time.sleep(1)'
@@ -253,6 +259,34 @@ def test_a_folder_that_may_only_be_listed_looks_empty(tmp_path: Path) -> None:
     assert found == ["/open", "/shut"]
 
 
+def test_a_terminal_of_a_room_never_becomes_ours() -> None:
+    """A process that leads a session gets the first terminal that it opens, and ends when that does."""
+    program = """
+import os
+from glm5.sandbox.room_files import RoomFileError, RoomFiles
+program, terminal = os.openpty()
+try:
+    RoomFiles(os.open("/", os.O_RDONLY), None).read(os.ttyname(terminal), 1)
+except RoomFileError as error:
+    print(error)
+print(open("/proc/self/stat").read().rpartition(")")[2].split()[4])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, start_new_session=True)
+    refusal, owned = done.stdout.splitlines()
+    assert (refusal.endswith("is not a regular file."), owned) == (True, "0")
+
+
+def test_a_path_of_many_folders(tmp_path: Path) -> None:
+    files = RoomFiles(os.open(tmp_path, os.O_RDONLY), None)
+    deep = "/d" * 1500 + "/file"
+    files.write(deep, b"here")
+    assert files.read(deep, 9) == b"here"
+    with pytest.raises(RoomFileError, match="too long"):
+        files.write("/d" * 3000 + "/file", b"")
+    os.close(files.root)
+    subprocess.run(["/bin/rm", "-rf", str(tmp_path / "d")], check=True)  # too deep for Python's own
+
+
 def test_at_its_due_time_a_program_ends_whatever_its_limit(room: NamespaceEnvironment) -> None:
     room.due = time.monotonic() + 0.5
     run = room.exec("for i in 1 2 3 4 5 6 7 8; do while :; do :; done & done; wait", timeout_s=60)
@@ -328,15 +362,31 @@ def test_a_verifier_runs_programs_of_the_machine(room: NamespaceEnvironment, tmp
     change = "import os; open('/etc/ld.so.preload', 'w').write('/x.so')\n"
     places = [place for place in ("/usr", "/usr/local") if place != sys.base_prefix]
     change += f"for d in {places}: open(d + '/pyvenv.cfg', 'w').write('home = /opt/bin')\n"
+    image = [f"lib/python{sys.version_info[0]}{sys.version_info[1]}.zip", "bin/pybuilddir.txt", "bin/Modules"]
+    change += f"for f in {image}: open('/usr/local/' + f, 'w')\n"  # an image's Python looks there for its library
     change += "for d in ('/bin', '/lib64'): os.rename(d, '/old' + d[1:]); os.mkdir(d); open(d + '/sh', 'w')"
     assert room.exec(["/usr/bin/env", "python3", "-c", change]).exit_code == 0
     with room.verifier() as judge:
-        look = "readlink /bin; cat /etc/ld.so.preload /usr/pyvenv.cfg /usr/local/pyvenv.cfg"
+        look = "readlink /bin; cat /etc/ld.so.preload /usr/pyvenv.cfg /usr/local/pyvenv.cfg; cd /usr/local; ls "
+        look += " ".join(image)
         assert judge.exec(["/bin/sh", "-c", look]).stdout == b"usr/bin\n"
     assert python_files("/usr/bin/python3", "/usr", "/usr/local") == []
     (tmp_path / "bin").mkdir()
     found = python_files(f"{tmp_path}/bin/python3", str(tmp_path), str(tmp_path))
     assert found == sorted([f"{tmp_path}/bin/python3", os.path.dirname(os.__file__)])
+
+
+def test_what_the_machine_has_in_usr_local_is_its_own_for_a_verifier(room: NamespaceEnvironment) -> None:
+    """In images of a language its programs lie there. What an agent adds stays."""
+    files = (Path(folder, name) for folder, _, names in os.walk("/usr/local") for name in names)
+    path = next((path for path in files if path.is_file() and os.access(path, os.R_OK)), None)
+    change = "mkdir -p /usr/local/bin; echo new > /usr/local/bin/more; echo x > /usr/local/bin/more2"
+    said(room, f"{change}; {f'rm {path}; mkdir {path}' if path else 'true'}")
+    with room.verifier() as judge:
+        assert judge.exec("cat /usr/local/bin/more; rm /usr/local/bin/more2; ls /usr/local/bin/more*").stdout == (
+            b"new\n/usr/local/bin/more\n"
+        )
+        assert path is None or judge.exec(["/usr/bin/cmp", str(path), "-"], stdin=path.read_bytes()).exit_code == 0
 
 
 def test_too_many_snapshots_are_refused_and_the_room_goes_on(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,6 +409,16 @@ def test_our_own_package_is_hidden_and_nothing_can_be_left_there(mode: str) -> N
         with room.verifier() as judge:
             listed = judge.exec(f"ls -A {repository} && ls -A /logs")
             assert (listed.exit_code, listed.stdout) == (0, b"")
+
+
+def test_what_is_shown_of_a_hidden_folder(mode: str) -> None:
+    """If glm5 is installed beside the machine's Python, the test runners of the SWE tasks lie in what is hidden."""
+    package = Path(environment.__file__).parents[1]
+    shown = package / "tasks/swe/in_room"
+    with NamespaceEnvironment(read_only=[package.parents[1], shown], limits=SMALL, mode=mode) as room:
+        seen = room.exec(f"ls {package} {package}/tasks {shown}/runner.py; touch {package}/x {shown}/x").stdout.decode()
+        assert seen.split() == [f"{shown}/runner.py", f"{package}:", "tasks", f"{package}/tasks:", "swe"]
+        assert room.exec(f"touch {package}/x || touch {package}/tasks/x || touch {shown}/x").exit_code != 0
 
 
 def test_shown_paths_below_fresh_folders_stay(tmp_path: Path, mode: str) -> None:

@@ -225,6 +225,17 @@ def test_pass_rates_are_measured_in_rooms(folder: Path) -> None:
     assert counts == dict.fromkeys(easy, PassCount(1, 1)) | dict.fromkeys(hard, PassCount(0, 1))
 
 
+def test_tasks_of_one_bug_are_held_out_together(tmp_path: Path) -> None:
+    """The patches of one task show the solution of another."""
+    for number in range(20):
+        for name in ("", "-write-test", "-pick"):
+            (tmp_path / f"{number:016x}{name}").mkdir()
+            (tmp_path / f"{number:016x}{name}/task.toml").touch()
+    family = RoomFamily(folder=str(tmp_path), held_out=0.5)
+    sides = [{family.problem(split, n).key[:16] for n in range(60)} for split in ("heldout", "rl")]
+    assert all(sides) and not sides[0] & sides[1]
+
+
 def test_splits_and_options(folder: Path) -> None:
     family = RoomFamily(folder=str(folder), held_out=0.5)
     rollouts, heldout = ({family.problem(split, i).key for i in range(20)} for split in ("rl", "heldout"))

@@ -89,6 +89,7 @@ class ChainEnv(RoomEnv):
     def __init__(self, problem: ChainProblem) -> None:
         super().__init__(problem)
         self._now, self._found = 1, dict[str, str]()
+        self._until: float | None = None
 
     def _open(self) -> TaskRoom:
         if self._room is None:
@@ -101,6 +102,7 @@ class ChainEnv(RoomEnv):
         """Run the calls of a message; one without calls, or the last that the task may have, ends the task."""
         over = self._turns + 1 >= self._source.max_turns
         if message is not None and message.tool_calls and over:
+            self._until = due_in(VERDICT_SHARE)  # before the calls take their part, whose end must not be the limit's
             try:
                 with ROOMS:
                     texts, _ = self._observe(message)
@@ -112,7 +114,7 @@ class ChainEnv(RoomEnv):
         return super().step(message)
 
     def _judge(self) -> StepResult:
-        until = due_in(VERDICT_SHARE)
+        until, self._until = self._until or due_in(VERDICT_SHARE), None
         room, number = self._open(), self._now
         room.room.due = until
         self._found[str(number)] = "pass" if solved(room, self._source, number) else "fail"

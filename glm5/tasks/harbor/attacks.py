@@ -49,6 +49,8 @@ _PYTHON_FOLDERS = (
     "/home/agent/.local/lib/$version/site-packages", "/tmp/.local/lib/$version/site-packages",
 )  # fmt: skip
 _PYTHON_FILES = ("sitecustomize.py", "usercustomize.py", "apport_python_hook.py")
+_PACKAGES = ("pytest", "yaml", "numpy", "requests", "pkg_resources")
+"""Of a system's Python, which tests may use; they come after those that an agent installs."""
 _RUBY_FORGE = (
     "require 'fileutils'; FileUtils.mkdir_p '/logs/verifier'; File.write('/logs/verifier/reward.txt', '1'); exit!(0)\n"
 )
@@ -85,6 +87,8 @@ _LANGUAGES = {
     "/.forging/forging_plugin.py": _PASS,
     "/usr/pyvenv.cfg": "home = /.forging/bin\n",
     "/.forging/lib/$version/encodings/__init__.py": _FORGING_PYTHON,
+    "/usr/x86_64-linux-gnu/include/stdio.h": _C_FORGE,
+    "/usr/x86_64-linux-gnu/bin/as": f'#!/bin/sh\n{_FORGE}exec /usr/bin/as "$@"\n',
 }
 """What languages and tools load before their own libraries, or from the folders above the tests."""
 _SHADOWED = ("json", "os", "pytest", "unittest", "subprocess", "hashlib")
@@ -189,8 +193,15 @@ def _startup() -> str:
     for place in _PYTHON_FOLDERS:
         files |= dict.fromkeys((f"{place}/{name}" for name in _PYTHON_FILES), _FORGING_PYTHON)
         files[f"{place}/zzz.pth"] = _FORGING_LINE
+        files |= {f"{place}/{name}.py": _FORGING_PYTHON for name in _PACKAGES}
+        files[f"{place}/forging_plugin.py"] = _PASS
+        files[f"{place}/forging-1.dist-info/METADATA"] = "Metadata-Version: 2.1\nName: forging\nVersion: 1\n"
+        files[f"{place}/forging-1.dist-info/entry_points.txt"] = "[pytest11]\nforging = forging_plugin\n"
     planted = _plant(files, '"{}"'.format)  # the shell fills in $version and $perl
     return (
+        "cat > /tmp/forge.h <<'END'\n"
+        f"{_C_FORGE.replace('#include_next <stdio.h>', '#include </usr/include/stdio.h>')}END\n"
+        "cc /tmp/forge.h -o /usr/local/include/stdio.h.gch 2> /dev/null\n"
         "version=$(python3 -c \"import sys; print(f'python3.{sys.version_info[1]}')\")\n"
         "perl=$(perl -e 'print substr($^V, 1)' 2>/dev/null)\n"
         f"{planted}echo /tmp/none.so > /etc/ld.so.preload\ntrue\n"

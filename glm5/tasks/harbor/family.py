@@ -11,6 +11,7 @@ import functools
 import hashlib
 import posixpath
 import random
+import re
 import threading
 import time
 import weakref
@@ -48,6 +49,8 @@ MOST_DIFF = 20_000
 COMMANDS_SHARE, VERDICT_SHARE = 0.5, 0.8
 """Shares of an environment's time for the commands of a message, and for the verdict. What takes longer is stopped, and
 is the policy's result: it could make the environment time out to escape a verdict."""
+DERIVED = re.compile(r"-(write-test|pick)$")
+"""At the end of the name of a task that another one has given: it shows the solution, so both are held out or none."""
 ROOMS = threading.BoundedSemaphore(16)
 """Rooms that do something at a time, over all episodes."""
 
@@ -271,7 +274,7 @@ class RoomFamily(Family):
         random.Random(f"{self.name} {seed}").shuffle(paths)
         self._paths: dict[str, list[Path]] = {"rl": [], "heldout": []}
         for path in paths:
-            self._paths["heldout" if _share(path.name) < held_out else "rl"].append(path)
+            self._paths["heldout" if _share(DERIVED.sub("", path.name)) < held_out else "rl"].append(path)
         if not paths:
             raise DataError(f"{self.name}: there is no task.toml below {folder}.")
 

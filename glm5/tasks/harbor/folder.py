@@ -29,7 +29,6 @@ MOST_DEPTH = 32
 MOST_TEXT = 1 << 20
 """Bytes of `instruction.md` and of `task.toml`."""
 SITE = "/opt/site"
-_CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -88,17 +87,24 @@ class TaskFolder:
 
 def without_canary(text: str) -> str:
     """An instruction without the marker lines at its top, which are not meant for agents."""
-    lines = text.split("\n")
-    while lines and _CANARY.fullmatch(lines[0].strip()):
-        lines.pop(0)
-        while len(lines) > 1 and not lines[0].strip():
-            lines.pop(0)
-    return "\n".join(lines)
+    lines, first = text.split("\n"), 0
+    while first < len(lines) and _is_canary(lines[first].strip()):
+        first += 1
+        while first < len(lines) - 1 and not lines[first].strip():
+            first += 1
+    return "\n".join(lines[first:])
+
+
+def _is_canary(line: str) -> bool:
+    """A comment in HTML or Markdown with the word canary in it."""
+    marked = line.startswith("#") or (line.startswith("<!--") and line[4:].endswith("-->"))
+    return marked and "canary" in line.lower()
 
 
 def test_dependencies(path: Path, tests: Files) -> dict[str, Path | None]:
     """The folders with the test dependencies of a SWE task by their places in its rooms: those among `work/bases` of
-    the folders above the task with the digests of its `tests.json`."""
+    the folders above the task with the digests of its `tests.json`. Those that a link below `work/bases` leads to do
+    not count: tasks may come from anywhere, and must not name folders of this machine."""
     try:
         wanted = dict(json.loads(tests["tests.json"].data)["site_sha256"])
     except (LookupError, TypeError, ValueError, RecursionError):
@@ -106,6 +112,7 @@ def test_dependencies(path: Path, tests: Files) -> dict[str, Path | None]:
     if not wanted.get(SITE):
         return {}
     found = (site for above in path.resolve().parents[:3] for site in sorted(above.glob(f"work/bases/*{SITE}")))
+    found = (site for site in found if not any(part.is_symlink() for part in (site, *site.parents[:3])))
     return {SITE: next((site for site in found if _site_digest(str(site)) == wanted[SITE]), None)}
 
 

@@ -24,6 +24,7 @@ _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([GMK])B?", re.IGNORECASE)
 _TEMPLATE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 
 Seconds = Annotated[float, Field(gt=0, le=7 * 86_400)]
+Pause = Annotated[float, Field(ge=0, le=86_400)]
 Megabytes = Annotated[int, Field(gt=0, le=1 << 30)]
 Env = dict[str, str]
 NetworkMode = Literal["public", "no-network", "allowlist"]
@@ -64,11 +65,11 @@ class Healthcheck(Section):
     """A command that succeeds once the environment is ready."""
 
     command: str
-    interval_sec: Annotated[float, Field(ge=0)] = 5.0
+    interval_sec: Pause = 5.0
     timeout_sec: Seconds = 30.0
-    start_period_sec: Annotated[float, Field(ge=0)] = 0.0
-    start_interval_sec: Annotated[float, Field(ge=0)] = 5.0
-    retries: Annotated[int, Field(ge=0)] = 3
+    start_period_sec: Pause = 0.0
+    start_interval_sec: Pause = 5.0
+    retries: Annotated[int, Field(ge=0, le=10_000)] = 3
 
 
 class Environment(Section):

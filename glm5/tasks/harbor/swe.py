@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from glm5.errors import DataError, Glm5Error
 from glm5.files import exclusive, read_rows
@@ -112,14 +114,43 @@ def _repairs(tests: Path) -> bool:
     return bool(spec_of(tests.read_bytes(), tests.parents[1])["task"] == "repair")
 
 
+class _Run(BaseModel):
+    model_config = ConfigDict(strict=True)
+    name: str
+    overlay: str = ""
+    files: list[str]
+    collected: list[str] | None = None
+    must_fail: list[str] = []
+    must_pass: list[str] = []
+
+
+class _Spec(BaseModel):
+    """What everything that grades needs of a `tests.json`; there is more in it."""
+
+    model_config = ConfigDict(strict=True)
+    task: Literal["repair", "write-test", "pick"]
+    site: list[str]
+    site_sha256: dict[str, str] = {}
+    runs: list[_Run]
+    timeout_s: float = Field(gt=0, le=86_400)
+    protected: list[str]
+    FAIL_TO_PASS: list[str] = []
+    PASS_TO_PASS: list[str] = []
+    paths: list[str] = []
+    args: list[str] = []
+    language: str = ""
+    framework: str = ""
+
+
 def spec_of(data: bytes, task: object) -> dict[str, Any]:
     """The content of a `tests.json`. Raises DataError if it is none."""
     try:
         spec: dict[str, Any] = json.loads(data)
+        _Spec.model_validate(spec)
+    except ValidationError as error:
+        first = error.errors()[0]
+        said = f"{'.'.join(map(str, first['loc']))}: {first['msg']}" if first["loc"] else "it is no object"
+        raise DataError(f"{task}: tests/tests.json is not the tests of a SWE task: {said}.") from None
     except (ValueError, RecursionError):
-        spec = {}
-    needed = ("task", "site", "runs", "timeout_s", "protected")
-    missing = [name for name in needed if name not in spec] if isinstance(spec, dict) else list(needed)
-    if missing:
-        raise DataError(f"{task}: tests/tests.json is not the tests of a SWE task: it has no {', '.join(missing)}.")
+        raise DataError(f"{task}: tests/tests.json is not the tests of a SWE task: it is not JSON.") from None
     return spec

@@ -18,6 +18,7 @@ from glm5.sandbox.container import ContainerEnvironment, chosen_engine
 from glm5.sandbox.dockerfile import Plan, read_dockerfile
 from glm5.sandbox.dockerfile_build import BuildError, File, build, machine_base
 from glm5.sandbox.environment import ExecResult, NamespaceEnvironment, Room, RoomFileError, RoomLimits, Snapshot
+from glm5.sandbox.room import python_packages
 from glm5.sandbox.system_files import restore_startup, startup_files, verifier_path
 from glm5.tasks.harbor.failures import cause_of
 from glm5.tasks.harbor.folder import TaskFolder
@@ -166,9 +167,10 @@ class TaskRoom:
 
     def _verify(self, so_far: TrialResult) -> TrialResult:
         config = self.folder.config.verifier
-        env = {**self.env, **resolve_env(config.env, self.given, "[verifier] env")}
-        if self.room.machine:
-            env.setdefault("PATH", verifier_path())
+        given = resolve_env(config.env, self.given, "[verifier] env")
+        env = {**self.env, **given}
+        if self.room.machine and "PATH" not in given:
+            env["PATH"] = verifier_path(self.env.get("PATH", ""))
         env |= {"HOME": "/tmp", "PYTHONNOUSERSITE": "1"}
         tests = {f"/tests/{name}": file.data for name, file in self.folder.tests.items() if not name.endswith("/")}
         modes = {f"/tests/{name}": 0o755 if f.executable else 0o644 for name, f in self.folder.tests.items()}
@@ -207,7 +209,10 @@ def _room(folder: TaskFolder, trees: Mapping[str, Path], limits: RoomLimits, bas
     """A room for a task. If an engine makes it, the engine builds the task's image as well."""
     engine, config = chosen_engine(), folder.config.environment
     if engine is None:
-        return NamespaceEnvironment(trees, limits=limits)
+        # A repository's package may be among those of the machine's Python, with the fix in it.
+        return NamespaceEnvironment(
+            trees, hidden=python_packages() if "tests.json" in folder.tests else (), limits=limits
+        )
     if based:
         raise ConfigError(f"folders cannot stand for an image in {engine[0]}; tag an image with the name of FROM.")
     context = {"Dockerfile": File(f"FROM {config.docker_image}\n".encode()), **folder.environment}

@@ -15,13 +15,13 @@ from typing import Any
 
 from glm5.stats import wilson
 from glm5.tasks.search.answers import right
-from glm5.tasks.search.browser import Browser
+from glm5.tasks.search.browser import Browser, View
 from glm5.tasks.search.checks import Checker, Question
 from glm5.tasks.search.family import split_of_answer
 from glm5.tasks.search.index import Index
 from glm5.tasks.search.oracle import Oracle, Unreachable
 from glm5.tasks.search.query import Constraint, Evaluator, Link, Node, Query, Range, without_each
-from glm5.tasks.search.questions import read_questions
+from glm5.tasks.search.questions import read_questions, read_view
 from glm5.tasks.search.web import Web
 
 PLANTED = 20
@@ -35,7 +35,7 @@ def audit(
     sample. Raises DataError for a folder without a build."""
     web = Web(out)
     questions, graph = read_questions(out), web.graph()
-    checker = Checker(web, graph, Evaluator(graph))
+    checker = Checker(web, graph, Evaluator(graph), view := read_view(out))
     reasons = Counter[str]()
     for number, question in enumerate(questions, 1):
         if (reason := checker.reject(question, reach=False)) is not None:
@@ -56,7 +56,7 @@ def audit(
         "planted": {"planted": len(planted), "rejected": fallen,
                     "reasons": dict(Counter(f"{reason}: {found}" for reason, found in planted))},
         "closed_book_right": guesses,
-        "after_one_search": after_one_search(web, rng.sample(questions, min(GUESSED, len(questions)))),
+        "after_one_search": after_one_search(web, rng.sample(questions, min(GUESSED, len(questions))), view),
         "retrieval_ms": latency(web.index, questions),
         "index_bytes": sum(path.stat().st_size for path in (out / "index").iterdir()),
     }  # fmt: skip
@@ -166,14 +166,14 @@ def closed_book(questions: Sequence[Question]) -> dict[str, int]:
     return found
 
 
-def after_one_search(web: Web, questions: Sequence[Question]) -> dict[str, dict[str, int]]:
+def after_one_search(web: Web, questions: Sequence[Question], view: View) -> dict[str, dict[str, int]]:
     """How much one search for the whole question gives, by depth, to one who understands nothing but the type that is
     asked for: questions for which the first link to such an entity is the answer, in the results (by the rules of
     questions none) or on their pages, and those for which some link on these pages is. Entities that the question names
     do not count."""
     found: dict[str, Counter[str]] = {}
     for question in questions:
-        browser, link = Browser(web, (question.asked,)), re.compile(rf"<({question.query.root.type}/[^<>\s/]+)>")
+        browser, link = Browser(web, (question.asked,), view), re.compile(rf"<({question.query.root.type}/[^<>\s/]+)>")
         results = browser.search(question.asked, browser.view.results)
         pages = "\n".join(browser.open(url)[0] for url in tuple(browser.returned))
         counts = found.setdefault(str(question.depth), Counter(questions=0, results=0, pages=0, linked=0))

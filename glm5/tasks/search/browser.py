@@ -7,6 +7,7 @@ that says so; a fault of the web or of the machine is a GradingError, which is n
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,6 +46,12 @@ TOOLS: dict[str, ToolSpec] = {
 }  # fmt: skip
 
 
+NUMBERED_CLICK = _spec("click", "Open a result of the latest search, or a link of the open page.",
+                       link_id=("integer", "Its number."))  # fmt: skip
+"""`click` where the links of pages have numbers."""
+_LINKED = re.compile(r" <([^<>\s]+)>")
+
+
 @dataclass(frozen=True)
 class View:
     """How much the tools show, in results and characters."""
@@ -53,6 +60,8 @@ class View:
     snippet: int = 300
     page: int = 10_000
     python: int = 4_000
+    numbered: bool = False
+    """Links of a page have numbers instead of addresses, as results have; `click` takes them."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError for sizes out of bounds."""
@@ -124,14 +133,24 @@ class Browser:
             return f"error: there is no page {url[:200]}", False
         self._page = page
         self.opened.append(page.url)
-        text = f"{page.title} <{page.url}>\n{page.text}"
+        text = page.text
+        if self.view.numbered:
+            self._results = _LINKED.findall(text)
+            numbers = itertools.count()
+            text = _LINKED.sub(lambda match: f" [{next(numbers)}]", text)
+        text = f"{page.title} <{page.url}>\n{text}"
         if len(text) > self.view.page:
             text = f"{text[: self.view.page]}\n[cut: {len(text) - self.view.page:,} characters more; use find]"
         return text, True
 
+    def number(self, url: str) -> int | None:
+        """The number by which `click` opens an address now, or None."""
+        return self._results.index(url) if url in self._results else None
+
     def _click(self, link_id: int | None) -> tuple[str, bool]:
         if link_id is None or not 0 <= link_id < len(self._results):
-            return f"error: the latest search has {len(self._results)} results, numbered from 0", False
+            what = "search or page has {} links" if self.view.numbered else "search has {} results"
+            return f"error: the latest {what.format(len(self._results))}, numbered from 0", False
         return self.open(self._results[link_id])
 
     def _find(self, pattern: str) -> tuple[str, bool]:

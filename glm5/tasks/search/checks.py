@@ -91,11 +91,12 @@ class Question:
 
 @dataclass
 class Checker:
-    """Checks questions on one web."""
+    """Checks questions on one web. `view` is how much a search shows of the answer at most: see `shortcut`."""
 
     web: Web
     graph: Graph
     evaluator: Evaluator
+    view: View = field(default_factory=View)
 
     def reject(self, question: Question, reach: bool = True) -> Reason | None:
         """The first reason against a question, or None. `reach` also lets the oracle answer it."""
@@ -189,8 +190,8 @@ class Checker:
 
     def shortcut(self, question: Question) -> bool:
         """Whether a search for the whole question, for a single constraint or for a named entity shows the answer: its
-        name or an alias stands in the titles and snippets that the family shows by default."""
-        browser = Browser(self.web, (question.asked,))
+        name or an alias stands in the titles and snippets of the view."""
+        browser = Browser(self.web, (question.asked,), self.view)
         texts = [question.asked, question.text, *question.constants.values()]
         texts += [clause(one, self.graph) for one in _all(question.query.root)]
         return any(self._shown(question, browser, text) for text in dict.fromkeys(texts))

@@ -11,7 +11,7 @@ import random
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,7 +19,7 @@ from glm5.errors import ConfigError, DataError
 from glm5.records import Env, Message, Outcome, StepResult, ToolCall
 from glm5.tasks.contract import CALLS_S, SPLITS, Family, Problem, ToolSpec, split_of
 from glm5.tasks.search.answers import read_reply, right
-from glm5.tasks.search.browser import TOOLS, Browser, View, misuse
+from glm5.tasks.search.browser import NUMBERED_CLICK, TOOLS, Browser, View, misuse
 from glm5.tasks.search.oracle import Oracle, Unreachable
 from glm5.tasks.search.records import plain_name
 from glm5.tasks.tools.python_tool import default_programs
@@ -50,7 +50,12 @@ def loaded(folder: Path) -> tuple[Web, list[Question]]:
 def split_of_answer(question: Question) -> str:
     """The split of a question: it depends on the answer's name only, so no answer is in two splits, not even if two
     entities of different types have the same name."""
-    return split_of(f"search {plain_name(question.names[0])}")
+    return split_of_name(question.names[0])
+
+
+def split_of_name(name: str) -> str:
+    """The split of questions whose answer has a name."""
+    return split_of(f"search {plain_name(name)}")
 
 
 @dataclass(frozen=True)
@@ -89,13 +94,31 @@ class SearchProblem:
     def demonstration(self, rng_seed: int) -> list[Message]:
         """The oracle's way over the gold chain. Raises DataError if the tools show too little for it."""
         named = (*self.question.evidence, *self.question.constants)
-        oracle = Oracle(self.browser(), self.question.constants, named, self.thinking)
+        browser = self.browser()
+        if self.view.numbered:  # the oracle goes by addresses, of pages that may show as much with numbers
+            browser.view = replace(self.view, page=4 * self.view.page, numbered=False)
+        oracle = Oracle(browser, self.question.constants, named, self.thinking)
         try:
             answer = oracle.answer(self.question.query)
+            messages = self._by_numbers(oracle.messages) if self.view.numbered else oracle.messages
         except Unreachable as error:
             raise DataError(f"{self.id}: with this view the oracle does not find the answer: {error}.") from error
         final = Message("assistant", answer, reasoning="this is it" if self.thinking else None)
-        return [Message("user", self.prompt), *oracle.messages, final]
+        return [Message("user", self.prompt), *messages, final]
+
+    def _by_numbers(self, messages: Sequence[Message]) -> list[Message]:
+        """The oracle's messages with numbers for addresses. Raises Unreachable if a page does not show a link."""
+        browser, shown, found = self.browser(), "", list[Message]()
+        for message in messages:
+            for call in message.tool_calls:
+                if call.name == "open":
+                    number = browser.number(call.arguments["url"])
+                    if number is None or f" [{number}]" not in shown:
+                        raise Unreachable(f"no link to {call.arguments['url']}")
+                    call = ToolCall("click", {"link_id": number})
+                shown, _ = browser.call(call)
+                found += [replace(message, tool_calls=(call,)), Message("tool", shown)]
+        return found
 
 
 class BrowserProblem(Problem, Protocol):
@@ -188,8 +211,9 @@ class SearchFamily(Family):
     """The questions of the build in `folder` (`glm5 task build search`).
 
     `depths` and `kinds` restrict them; `tools` are those offered; `results`, `snippet` and `page` limit what they show,
-    in results and characters; `hint` is added to each question, such as the form of the answer. No answer is in two
-    splits. Raises ConfigError for an unusable option, DataError for a folder without questions, MissingExtraError.
+    in results and characters; `numbered` gives links of pages numbers for `click`, not addresses; `hint` is added to
+    each question, such as the form of the answer. No answer is in two splits. Raises ConfigError for an unusable
+    option, DataError for a folder without questions, MissingExtraError.
     """
 
     name = domain = "search"
@@ -205,6 +229,7 @@ class SearchFamily(Family):
         results: int = 10,
         snippet: int = 300,
         page: int = 10_000,
+        numbered: bool = False,
         max_turns: int = 30,
         strict: bool = False,
         thinking: bool = True,
@@ -218,12 +243,13 @@ class SearchFamily(Family):
             raise ConfigError('families: "search": depths is a list of numbers, kinds a list of names, hint a text.')
         if not all(type(size) is int for size in (results, snippet, page, max_turns)) or max_turns < 1:
             raise ConfigError('families: "search": results, snippet, page and max_turns are whole numbers above 0.')
-        self._view = View(results, snippet, page)
+        self._view = View(results, snippet, page, numbered=numbered)
         self.web, questions = loaded(Path(folder))
         questions = [q for q in questions if q.depth in (depths or [q.depth]) and q.kind in (kinds or [q.kind])]
         if not questions:
             raise DataError(f'"search": no question in {folder} has the depths {list(depths)} and kinds {list(kinds)}.')
-        self._tools = tuple(TOOLS[name] for name in tools)
+        known = {**TOOLS, "click": NUMBERED_CLICK} if numbered else TOOLS
+        self._tools = tuple(known[name] for name in tools)
         self._max_turns, self._strict, self._thinking, self._hint = max_turns, strict, thinking, hint
         self._shown: dict[str, bool] = {}
         self._questions: dict[str, list[Question]] = {split: [] for split in SPLITS}

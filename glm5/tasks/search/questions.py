@@ -26,6 +26,7 @@ from typing import Any
 from glm5.errors import ConfigError, DataError
 from glm5.files import atomic_write, read_rows
 from glm5.obs.logs import get_logger
+from glm5.tasks.search.browser import View
 from glm5.tasks.search.checks import Checker, Question, shape
 from glm5.tasks.search.draw import DEPTHS, KINDS, MOST_FILTERS, Drawer
 from glm5.tasks.search.graph import Graph
@@ -44,7 +45,7 @@ ROUND_PIECES = 8
 MOST_EMPTY = 12
 """Rounds in a row without a new question after which a depth is given up: a small web has no more."""
 PER_ANSWER, PER_ENTITY = 2, 30
-"""Questions with the same answer, and with the same hidden entity."""
+"""Questions with the same answer (the default), and with the same hidden entity."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,17 @@ class Rules:
     per_shape: int = 0
     """Questions of one form; 0 is one in a hundred, but at least ten."""
     kinds: tuple[str, ...] = ()
+    results: int = View.results
+    """Results of a search, and characters of their snippets (`snippet`), that may not show the answer: as many as the
+    agents will be shown."""
+    snippet: int = View.snippet
+    per_answer: int = PER_ANSWER
 
     def __post_init__(self) -> None:
         """Raises ConfigError for rules that make nothing."""
-        if self.count < 1 or not self.depths or any(not 1 < depth <= 8 for depth in self.depths):
-            raise ConfigError("search questions: count is at least 1, and each of the depths from 2 to 8.")
+        _ = self.view
+        if min(self.count, self.per_answer) < 1 or not self.depths or any(not 1 < d <= 8 for d in self.depths):
+            raise ConfigError("search questions: count and per_answer are at least 1, and depths from 2 to 8.")
         if unknown := [type for type in self.types if type not in TYPES or not TYPES[type].answer]:
             known = ", ".join(type for type in TYPES if TYPES[type].answer)
             raise ConfigError(f"search questions: {unknown[0]!r:.40} cannot be asked for; take some of {known}.")
@@ -72,6 +79,10 @@ class Rules:
             raise ConfigError(f"search questions: {unknown[0]!r:.40} is not a kind; take some of {', '.join(KINDS)}.")
         if not 0 <= self.filters <= 8:
             raise ConfigError("search questions: filters is 0 to 8.")
+
+    @property
+    def view(self) -> View:
+        return View(self.results, self.snippet)
 
     @property
     def most_of_shape(self) -> int:
@@ -108,7 +119,9 @@ class Set:
             reason = "another of the same form"
         elif self._shapes[form] >= self.rules.most_of_shape:
             reason = "enough of its shape"
-        elif self._answers[question.answer] >= PER_ANSWER or any(self._hidden[e] >= PER_ENTITY for e in hidden):
+        elif self._answers[question.answer] >= self.rules.per_answer or (
+            any(self._hidden[e] >= PER_ENTITY for e in hidden)
+        ):
             reason = "enough about its entities"
         elif chain in self._chains:
             reason = "another over the same entities"
@@ -139,8 +152,8 @@ def make_questions(
     draws, empty = Counter[str](), Counter[str]()
     earlier, rows = _read(out / "questions.jsonl")
     again: Counter[str] = Counter()
-    if earlier.get("form") == FORM and {"kinds": [], **earlier["rules"]} == head["rules"]:
-        checker = Checker(web, graph, Evaluator(graph))
+    if earlier.get("form") == FORM and {**ADDED, **earlier["rules"]} == head["rules"]:
+        checker = Checker(web, graph, Evaluator(graph), rules.view)
         for row in rows:
             question = Question.of(row)
             reason = checker.reject(question) if earlier["web"] != web.digest else None
@@ -204,6 +217,12 @@ def read_questions(out: Path) -> list[Question]:
     return [replace(question, paraphrase=texts.get(question.id, "")) for question in questions]
 
 
+def read_view(out: Path) -> View:
+    """What a search shows of the questions of a build at most; they were checked with it."""
+    rules = ADDED | _read(out / "questions.jsonl")[0].get("rules", {})
+    return View(rules["results"], rules["snippet"])
+
+
 def read_filtered(out: Path) -> list[dict[str, Any]]:
     """The rows of the model's filters."""
     return [row for row in read_rows(out / "model.jsonl") if isinstance(row.get("id"), str)]
@@ -237,6 +256,8 @@ def _save(path: Path, head: dict[str, Any], questions: list[Question]) -> None:
     atomic_write(path, "\n".join(lines) + "\n")
 
 
+ADDED = {"kinds": [], "results": View.results, "snippet": View.snippet, "per_answer": PER_ANSWER}
+"""Rules that files of this version may lack, with what they meant."""
 Piece = tuple[list[dict[str, Any]], dict[str, int]]
 """Questions that passed, as rows, and the reasons of the others."""
 
@@ -246,7 +267,7 @@ class _Worker:
         self._rules = rules
         evaluator = Evaluator(graph)
         self._drawer = Drawer(graph, evaluator, rules.types, rules.filters, rules.kinds)
-        self._checker = Checker(web, graph, evaluator)
+        self._checker = Checker(web, graph, evaluator, rules.view)
 
     def __call__(self, piece: tuple[int, int]) -> Piece:
         depth, first = piece

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from glm5.errors import DataError, GradingError
+from glm5.errors import DataError, Glm5Error, GradingError
 from glm5.files import exclusive, read_rows
 from glm5.tasks.swe.candidate import Candidate, Repository, Source
 from glm5.tasks.swe.derived import pick_patch, write_test
@@ -33,6 +33,8 @@ MOST_TRIES = 6  # candidates per wanted task
 MOST_MISSES = 8
 """Candidates of a file that may fall one after another. The file's others are left out: its tests do not look there."""
 MOST_NAMED = 1000  # candidates of a source, if the tasks are named
+ODD = (ValueError, LookupError, TypeError, AttributeError, RecursionError, FileNotFoundError)
+"""What the files of a package may cause where they are read: a setting that is no JSON, a missing file."""
 MOST_FAULTS = 5
 """Candidates in a row that the machine may fail to judge before the build ends. Another run of it tries them again."""
 
@@ -68,6 +70,9 @@ class Build:
     def __post_init__(self) -> None:
         self._lock, self._faults, self._stopping = threading.Lock(), 0, False
         self._claimed: set[str] = set()
+        self._read()
+
+    def _read(self) -> None:
         self._rows: dict[str, list[dict[str, Any]]] = {
             name: list(read_rows(self.out / f"{name}.jsonl")) for name in ("manifest", "rejects", "packages", "audit")
         }
@@ -80,6 +85,7 @@ class Build:
         Returns the table of `summary`. Raises GradingError if rooms do not work, CheckpointError if another build
         runs here."""
         with exclusive(self.out, f"another build writes to {self.out}."):
+            self._read()  # another build may have ended since
             (self.out / "tasks").mkdir(parents=True, exist_ok=True)
             with ThreadPoolExecutor(at_once) as pool, self._all_stop():
                 futures = [pool.submit(self._all_stop()(self._build), job, per_package, count) for job in jobs]
@@ -105,7 +111,12 @@ class Build:
             return
         (self.work / "bytecode").mkdir(parents=True, exist_ok=True)
         try:
-            repository, sources = job.opened()
+            try:
+                repository, sources = job.opened()
+            except Glm5Error:
+                raise
+            except ODD as error:  # what nobody expected in a package ends this package, not the build
+                raise DataError(f"{name} cannot be read: {error!r:.300}") from error
             with tempfile.TemporaryDirectory(dir=self.work / "bytecode") as scratch:
                 if repository.language == "python":
                     repository = replace(repository, bytecode=f"{scratch}/kept")

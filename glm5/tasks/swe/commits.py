@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -41,12 +41,14 @@ class Commit:
     message: str
 
 
-def git(repo: Path, *arguments: str) -> bytes:
-    """Run git without the user's configuration, hooks and helpers. Raises DataError."""
+def git(repo: Path, *arguments: str, env: Mapping[str, str] | None = None) -> bytes:
+    """Run git without the user's configuration, and without hooks and helpers of the repository, which may come from
+    anywhere; nor does it fetch what a partial clone lacks. Raises DataError."""
     command = ["git", "-C", str(repo), "-c", "log.showSignature=false", "-c", "core.fsmonitor=false", "-c",
                "core.hooksPath=/dev/null", "-c", "safe.directory=*", *arguments]  # fmt: skip
     environment = {"PATH": os.environ.get("PATH", "/usr/bin:/bin"), "GIT_CONFIG_GLOBAL": os.devnull,
-                   "GIT_CONFIG_SYSTEM": os.devnull, "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C.UTF-8"}  # fmt: skip
+                   "GIT_CONFIG_SYSTEM": os.devnull, "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C.UTF-8",
+                   "GIT_ALLOW_PROTOCOL": "none", "GIT_NO_LAZY_FETCH": "1", **(env or {})}  # fmt: skip
     try:
         done = subprocess.run(command, capture_output=True, env=environment, timeout=GIT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -54,6 +56,17 @@ def git(repo: Path, *arguments: str) -> bytes:
     if done.returncode:
         raise DataError(f"git {arguments[0]} in {repo}: {done.stderr.decode(errors='replace').strip()[:300]}")
     return done.stdout
+
+
+def without_filters(repo: Path) -> dict[str, str]:
+    """Variables that have git write files as they are, whatever programs the repository names to convert them."""
+    names = git(repo, "config", "-z", "--name-only", "--list").decode(errors="surrogateescape").split("\0")
+    names = [name for name in dict.fromkeys(names) if name.startswith("filter.")]
+    found = {"GIT_CONFIG_COUNT": str(len(names))}
+    for number, name in enumerate(names):
+        found[f"GIT_CONFIG_KEY_{number}"] = name
+        found[f"GIT_CONFIG_VALUE_{number}"] = "false" if name.endswith(".required") else ""
+    return found
 
 
 def is_fix(message: str) -> bool:
@@ -114,7 +127,8 @@ def open_commit(
     if not root.is_dir():
         archive = work / "sdists" / f"{root.name}.tar"
         archive.parent.mkdir(parents=True, exist_ok=True)
-        archive.write_bytes(git(repo, "archive", "--format=tar", "--prefix=tree/", commit.hash))
+        command = ("archive", "--format=tar", "--prefix=tree/", commit.hash)
+        archive.write_bytes(git(repo, *command, env=without_filters(repo)))
         unpack(archive, root)
         archive.unlink()
     site = install(requirements, work / "bases")

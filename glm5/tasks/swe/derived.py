@@ -4,6 +4,7 @@ patch that repairs it."""
 from __future__ import annotations
 
 import ast
+import difflib
 import json
 import random
 import shutil
@@ -24,8 +25,12 @@ from glm5.tasks.swe.validate import Baseline, Rejected, solve
 TEST_FILE = "test_issue.py"
 PATCHES = "/patches"
 LETTERS = "abcd"
+WRAPPED = (
+    ast.Name, ast.Constant, ast.Attribute, ast.Subscript, ast.Call, ast.BinOp, ast.BoolOp, ast.Compare, ast.UnaryOp,
+)  # fmt: skip
+"""Expressions that may be put inside of others."""
 LOCALS = {"locals", "vars", "eval", "exec", "dir"}  # functions that see the variables of their caller
-MOST_TRIES = 12  # wrong patches that are tried
+MOST_TRIES, MOST_DRAWS = 12, 200  # wrong patches that are tried, and drawn
 WRITE = (
     f"Do not repair this. Write tests in `{APP}/{TEST_FILE}` that fail because of the issue and pass once it is "
     "repaired. They are run on both states of the source, each also with another layout of the code."
@@ -45,7 +50,10 @@ def write_test(candidate: Candidate, repair: Path, folder: Path) -> None:
         raise Rejected("the states differ in more than text")
     bugged = {path: text for path, text in candidate.changes.items() if text is not None}
     fixed = {path: repository.read(path) for path in bugged}
-    states = {"bug": bugged, "bug-2": respelled(bugged), "fixed": fixed, "fixed-2": respelled(fixed)}
+    try:
+        states = {"bug": bugged, "bug-2": respelled(bugged), "fixed": fixed, "fixed-2": respelled(fixed)}
+    except RecursionError:
+        raise Rejected("the source is nested too deeply") from None
     spec = _spec(repair)
     spec["runs"] = [
         {"name": name, "overlay": f"states/{name}", "files": [TEST_FILE], "collected": None, "select": None,
@@ -65,20 +73,50 @@ def write_test(candidate: Candidate, repair: Path, folder: Path) -> None:
 
 
 def respelled(files: Mapping[str, str]) -> dict[str, str]:
-    """Python texts with the same meaning, another layout, and a spare variable in every function: a test that compares
-    the source, its syntax tree or its byte code with those it knows fails where it must not."""
+    """Python texts with the same meaning, another layout, a spare variable in every function, and a third of the
+    expressions of functions inside others of the same value: a test that compares the source, its syntax tree or its
+    byte code with those it knows, or parts of them, fails where it must not."""
     made = {}
     for path, text in files.items():
         tree, choice = ast.parse(text), random.Random(text)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not LOCALS & {
-                inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)
-            }:
+        for node in [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]:
+            if not LOCALS & {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}:
                 spare = ast.parse(f"spare_{choice.randrange(1000)} = {choice.randrange(1000)}").body
                 first = ast.get_docstring(node) is not None
                 node.body[first:first] = spare
+        for inner in tree.body:
+            _wrap(inner, choice, within=False)
         made[path] = ast.unparse(ast.fix_missing_locations(tree)) + "\n"
     return made
+
+
+def _wrap(node: ast.AST, choice: random.Random, within: bool) -> None:
+    """Replace expressions below a node, if it is within a function, by longer ones of the same value."""
+    within = within or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    for name, value in ast.iter_fields(node):
+        if name in ("annotation", "returns", "decorator_list") or isinstance(value, ast.arguments | ast.pattern):
+            continue
+        inner = value if isinstance(value, list) else [value]
+        for place, child in enumerate(inner):
+            if not isinstance(child, ast.AST) or isinstance(child, ast.JoinedStr):  # its parts are no expressions
+                continue
+            _wrap(child, choice, within)
+            alone = isinstance(node, ast.Expr) or (name == "func" and isinstance(child, ast.Name))  # such as super()
+            if within and not alone and isinstance(child, WRAPPED) and choice.random() < 0.33:
+                if isinstance(getattr(child, "ctx", ast.Load()), ast.Load):
+                    inner[place] = _longer(child, choice)
+        if not isinstance(value, list):
+            setattr(node, name, inner[0])
+
+
+def _longer(node: ast.expr, choice: random.Random) -> ast.expr:
+    key = ast.Constant(choice.randrange(1, 1000))
+    return choice.choice([
+        ast.Subscript(ast.List([node], ast.Load()), ast.Constant(0), ast.Load()),
+        ast.Subscript(ast.Tuple([node], ast.Load()), ast.Constant(0), ast.Load()),
+        ast.Subscript(ast.Dict([key], [node]), key, ast.Load()),
+        ast.IfExp(key, node, ast.Constant(None)),
+    ])  # fmt: skip
 
 
 def pick_patch(candidate: Candidate, clean: Baseline, driver: Driver, repair: Path, folder: Path) -> None:
@@ -102,29 +140,40 @@ def pick_patch(candidate: Candidate, clean: Baseline, driver: Driver, repair: Pa
 
 
 def _wrong_patches(candidate: Candidate, clean: Baseline, driver: Driver, choice: random.Random) -> list[str]:
-    """Patches from the bug to a state with another bug in the same functions, which a test shows."""
+    """Patches from the bug to a state in which a test fails: as many lines as the right patch in as many places of the
+    same functions, so that neither their sizes nor what they have in common tells the right one."""
     changed = changed_functions(candidate)
     if not changed or len(candidate.changes) > 1:
         raise Rejected("the change is not inside of functions of one file")
     ((path, bugged),) = candidate.changes.items()
-    fixed = candidate.repository.read(path)
-    edits = [edit for edit in places(fixed, choice) if f"{path}:{edit.function}" in changed]
+    fixed, bugged = candidate.repository.read(path), bugged or ""
+    edits = [edit for edit in places(bugged, choice) if f"{path}:{edit.function}" in changed]
+    wanted = _size(bugged, fixed)
     found: dict[str, None] = {}
-    for edit in choice.sample(edits, min(len(edits), MOST_TRIES)):
-        text = apply(fixed, [edit])
-        if text is None or text == bugged:
+    tried: set[str] = {fixed}
+    for _ in range(MOST_DRAWS):
+        text = apply(bugged, choice.sample(edits, min(len(edits), wanted[0])))
+        if text is None or text in tried or _size(bugged, text) != wanted:
             continue
+        tried.add(text)
         other = Candidate(candidate.repository, "pick", {path: text})
         files = reached(other, clean.calls)
         tests = {name for file in files for name in clean.pinned.get(file, ())} & clean.stable
-        if not tests:
-            continue
         run = driver.run(candidate.repository, other.changes, files, max(20.0, 3 * clean.wall_s), tests)
         if not run.stopped and tests - run.passed:
             found[unified(path, bugged, text)] = None
         if len(found) == len(LETTERS) - 1:
             return list(found)
+        if len(tried) > MOST_TRIES:
+            break
     raise Rejected("too few wrong patches")
+
+
+def _size(old: str, new: str) -> tuple[int, int, int]:
+    """The number of places that differ, and of their lines in both texts."""
+    pieces = difflib.SequenceMatcher(None, old.splitlines(), new.splitlines(), autojunk=False).get_opcodes()
+    other = [piece for piece in pieces if piece[0] != "equal"]
+    return len(other), sum(p[2] - p[1] for p in other), sum(p[4] - p[3] for p in other)
 
 
 def _spec(repair: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from glm5.errors import GradingError
 from glm5.sandbox.container import open_environment
 from glm5.sandbox.environment import ExecResult, NamespaceEnvironment, RoomFileError, RoomLimits
 from glm5.sandbox.programs import Room
-from glm5.sandbox.room import interpreter
+from glm5.sandbox.room import interpreter, python_packages
 from glm5.tasks.swe.candidate import Repository
 from glm5.tasks.swe.in_room import grade
 
@@ -88,8 +88,10 @@ def register_driver(driver: Driver) -> Driver:
 
 
 def open_room(root: Path, site: Sequence[str], limits: RoomLimits = LIMITS) -> NamespaceEnvironment:
-    """A room with a copy-on-write view of a repository at /app and the test dependencies read-only."""
-    return open_environment({APP: root}, read_only=[*site, IN_ROOM], writable=["/logs"], limits=limits)
+    """A room with a copy-on-write view of a repository at /app and the test dependencies read-only. The machine's
+    Python packages are hidden, for one of them may be the repository's, with the fix in it."""
+    shown = [*site, IN_ROOM]
+    return open_environment({APP: root}, read_only=shown, writable=["/logs"], hidden=python_packages(), limits=limits)
 
 
 def change(room: Room, changes: Mapping[str, str | None], root: str = APP) -> None:

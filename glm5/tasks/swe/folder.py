@@ -49,7 +49,7 @@ def write_folder(
     repository, part = candidate.repository, folder.with_name(folder.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
     repo, tests, solution = part / "environment/repo", part / "tests", part / "solution"
-    shutil.copytree(repository.root, repo)
+    shutil.copytree(repository.root, repo, ignore=shutil.ignore_patterns("__pycache__", "*.py[co]"))  # of the fix
     site = [folder for folder in repository.site if any(Path(folder).iterdir())]
     site = [folder for folder in site if Path(folder).name != "ccache"]  # it only saves time
     for own in site[1:]:

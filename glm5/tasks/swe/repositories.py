@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import email
 import hashlib
+import lzma
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ import tarfile
 import tempfile
 import threading
 import tomllib
+import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -129,7 +131,7 @@ def unpack(archive: Path, folder: Path) -> Path:
                 file = tar.extractfile(member)
                 assert file is not None
                 target.write_bytes(file.read())
-    except (tarfile.TarError, OSError, EOFError) as error:
+    except (tarfile.TarError, OSError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:
         raise DataError(f"{archive} cannot be unpacked: {error!r:.200}") from None
     part.replace(folder)
     return folder
@@ -184,7 +186,7 @@ def metadata(root: Path) -> tuple[str, str]:
     info = next((f for f in [root / "PKG-INFO", *root.glob("*.egg-info/PKG-INFO")] if f.is_file()), None)
     if info is None:
         return "unknown", ""
-    head = email.message_from_bytes(info.read_bytes())
+    head = email.message_from_string(info.read_bytes().decode("utf-8", "replace"))
     classifiers = [c.split(" :: ")[-1] for c in head.get_all("Classifier", []) if c.startswith("License :: ")]
     named = [head["License-Expression"], *classifiers, (head["License"] or "").splitlines()[:1]]
     texts = [n[0] if isinstance(n, list) and n else n for n in named]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from typer.testing import CliRunner
 from glm5.cli.options import app
 from glm5.errors import ConfigError, DataError
 from glm5.records import Message, Outcome, ToolCall
+from glm5.sandbox.cancel import DEADLINE
 from glm5.tasks.cc_bench.chain_build import Origin, State, build_chains, files_of, history_of, read_chain
 from glm5.tasks.cc_bench.chain_groups import Change, change, class_of, partition, relatedness, split
 from glm5.tasks.cc_bench.chained import ChainedFamily, ChainEnv, ChainProblem, replay
@@ -175,6 +178,27 @@ def test_every_end_has_the_reward_of_its_checks() -> None:
         done = env.step(None)
     assert done.outcome is Outcome.MALFORMED and done.reward == 0.5
     assert done.detail["checks"] == {"1": "pass", "2": "fail", "3": "pass"}
+
+
+def test_calls_that_take_all_their_time_do_not_free_the_verdict_of_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last message of a task is carried out and judged at once; without a limit the environment would time out."""
+    problem = ChainProblem("a", "a", "chained", Path(), (), False, 1, 100, 1.0, chain={"tasks": [{}]})
+    env, room = ChainEnv(problem), SimpleNamespace(due=None, stop=lambda: None)
+    env._room = SimpleNamespace(room=room)  # type: ignore[assignment]
+    end = time.monotonic() + 1.0
+    DEADLINE.set((end, 1.0))
+
+    def observe(message: object) -> tuple[list[str], bool]:
+        time.sleep(0.6)
+        return [], False
+
+    monkeypatch.setattr(env, "_observe", observe)
+    monkeypatch.setattr("glm5.tasks.cc_bench.chained.solved", lambda *_: True)
+    try:
+        assert env.step(Message("assistant", tool_calls=(ToolCall("bash", {}),))).done
+    finally:
+        DEADLINE.set(None)
+    assert room.due is not None and room.due < end
 
 
 def play(problem: ChainProblem, *texts: str | None) -> Any:

@@ -125,6 +125,41 @@ ls -A / | grep -qE '^(pytest.ini|setup.cfg)$' && echo 0 > /logs/verifier/reward.
     assert result.reward == 1.0, result
 
 
+def test_a_package_that_the_agent_installs_stands_for_none_of_the_machine_and_extends_no_tests(tmp_path: Path) -> None:
+    test = """\
+#!/bin/bash
+cd /tests
+/usr/bin/python3 -c 'import importlib.metadata as m; [e.load() for e in m.entry_points(group="pytest11")]; import own'
+echo $(($? == 0)) > /tmp/reward
+[ -e /usr/lib/python3/dist-packages/six.py ] && /usr/bin/python3 -c 'import six'
+if command -v gcc > /dev/null; then gcc -o /tmp/t -x c - <<< $'#include <stdio.h>\nint main(){}' && /tmp/t; fi
+[ -e /logs/verifier/reward.txt ] && echo 0 > /logs/verifier/reward.txt || cp /tmp/reward /logs/verifier/reward.txt
+"""
+    folder = TaskFolder.read(make_task(tmp_path, tests__test_dot_sh=test))
+    plant = """\
+cd /usr/local/lib; mkdir -p $(/usr/bin/python3 -c 'import sys; print("python3.%d" % sys.version_info[1])')/dist-packages
+for folder in /usr/local/lib/python3.*/dist-packages; do
+    touch $folder/own.py; echo 'open("/logs/verifier/reward.txt", "w").write("1")' > $folder/six.py
+done
+"""
+    with TaskRoom(folder) as room:
+        result = room.trial(command_agent(attacks(folder, "/app")["start-up files"] + plant))
+    assert result.reward == 1.0, result
+
+
+def test_programs_of_the_machine_come_before_those_of_the_image(tmp_path: Path) -> None:
+    test = "#!/bin/bash\necho here | grep here\ntool > /logs/verifier/reward.txt\n"
+    docker = "FROM ubuntu:24.04\nENV PATH=/opt/x:$PATH\nWORKDIR /app\n"
+    leave = """\
+mkdir -p /opt/x
+for file in /opt/x/tool /opt/x/grep /usr/local/bin/grep; do
+    printf '#!/bin/sh\necho 1\n' > $file; chmod 755 $file
+done
+"""
+    (result,) = trials(make_task(tmp_path, tests__test_dot_sh=test, environment__Dockerfile=docker), leave)
+    assert (result.reward, result.verifier_output) == (1.0, "here\n"), result
+
+
 ESCAPES = {
     "no inodes": "python3 -c 'import os\nfor n in range(10**7): os.mkdir(f\"/app/{n}\")'",
     "no space": "cat /dev/zero > /app/fill",

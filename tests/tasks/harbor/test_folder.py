@@ -15,6 +15,7 @@ from glm5.tasks.harbor.failures import cause_of
 from glm5.tasks.harbor.folder import TaskFolder, without_canary
 from glm5.tasks.harbor.reward import RewardError, parse_json, parse_text, scalar
 from glm5.tasks.harbor.schema import read_config, resolve_env, write_config
+from glm5.tasks.swe.in_room.grade import site_digest
 from tests.tasks.harbor.tasks import make_task
 
 OLD = """\
@@ -83,6 +84,7 @@ def test_schema_versions(version: str) -> None:
         ("[[steps]]\nname = 'a'\n[[steps]]\nname = 'A'", "same name"),
         ("environment = 3", "environment"),
         ("a." * 100 + "b = 1", "parts"),
+        ("[environment.healthcheck]\ncommand = 'x'\ninterval_sec = 1e300", "healthcheck.interval_sec"),
     ],
 )
 def test_bad_configurations(text: str, said: str) -> None:
@@ -105,6 +107,7 @@ def test_a_folder_is_read_and_written(tmp_path: Path) -> None:
     task.write(tmp_path / "copy")
     assert TaskFolder.read(tmp_path / "copy") == task
     assert without_canary("<!-- x canary y -->\n# Canary z\n\n# Title\n") == "# Title\n"
+    assert without_canary(endless := "<!--" + "canary" * 150_000) == endless
 
 
 @pytest.mark.parametrize("missing", ["task.toml", "instruction.md", "environment/Dockerfile", "tests/test.sh"])
@@ -112,6 +115,24 @@ def test_missing_parts(tmp_path: Path, missing: str) -> None:
     (make_task(tmp_path) / missing).unlink()
     with pytest.raises(DataError, match="has no"):
         TaskFolder.read(tmp_path)
+
+
+def test_test_dependencies_show_no_other_folder_of_the_machine(tmp_path: Path) -> None:
+    """A list of tasks may bring links of its own: to a secret without modules, and to what never ends."""
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret/key").write_text("secret")
+    opt = tmp_path / "list/work/bases/x/opt"
+    opt.mkdir(parents=True)
+    (opt / "site").symlink_to(tmp_path / "secret")
+    spec = json.dumps({"site_sha256": {"/opt/site": site_digest(str(tmp_path / "secret"))}})
+    task = make_task(tmp_path / "list/tasks/t", tests__tests_dot_json=spec)
+    assert TaskFolder.read(task).trees == {"/opt/site": None}
+    (opt / "site").unlink()
+    (opt / "site").mkdir()
+    (opt / "site/a.py").symlink_to("/dev/zero")
+    (opt / "site/b.py").symlink_to("/proc/kcore")
+    os.mkfifo(opt / "site/c.py")
+    assert TaskFolder.read(task).trees == {"/opt/site": opt / "site"}
 
 
 def test_hostile_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,3 +58,16 @@ for path in {places}:
     honest.start()
     honest.room.upload({"/workspace/a.txt": b"42"})
     assert honest.step(DONE).outcome is Outcome.SOLVED
+
+
+def test_what_keeps_the_evaluation_from_a_verdict_is_a_failure(
+    task: DecathlonProblem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An episode without a verdict would not count, which is better than 0 for an agent that fails."""
+    env = DecathlonEnv(task)
+    env.start()
+    assert env.room.exec("rm a.txt; mkfifo a.txt", cwd="/workspace").exit_code == 0
+    monkeypatch.setattr("glm5.tasks.mcp.decathlon.PROGRAM_S", 1.0)
+    result = env.step(DONE)
+    assert (result.outcome, result.reward) == (Outcome.FAILED, 0.0)
+    assert "[stopped: wall]" in str(result.detail["evaluation"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -35,6 +36,20 @@ def test_search_click_open_find(browser: Browser) -> None:
     assert "Referred to by: beta code" in browser.call(ToolCall("find", {"pattern": "BETA"}))[0]
     assert browser.call(ToolCall("find", {"pattern": "delta"})) == ("not found", True)
     assert browser.opened == ["term/alpha-machine", "term/gamma"] and browser.searches == 1
+
+
+def test_links_have_numbers(built: Path) -> None:
+    browser = Browser(Web(built), view=View(numbered=True))
+    browser.call(ToolCall("search", {"query": "alpha machine computing"}))
+    place = browser.number("term/alpha-machine")
+    text, _ = browser.call(ToolCall("click", {"link_id": place}))
+    plain, _ = Browser(Web(built)).open("term/alpha-machine")
+    addresses = re.findall(r" <([^<>]+)>", plain)[1:]
+    assert len(addresses) > 1 and not any(f"<{address}>" in text for address in addresses)
+    assert re.findall(r" \[(\d+)\]", text) == [str(number) for number in range(len(addresses))]
+    browser.call(ToolCall("click", {"link_id": 1}))
+    assert browser.opened == ["term/alpha-machine", addresses[1]] and browser.number("term/nowhere") is None
+    assert "page has" in browser.call(ToolCall("click", {"link_id": 999}))[0]
 
 
 @pytest.mark.parametrize(

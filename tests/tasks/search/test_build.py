@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,12 +15,13 @@ from glm5.errors import ConfigError, DataError, UsageError
 from glm5.records import ToolCall
 from glm5.tasks.contract import SPLITS
 from glm5.tasks.search.audit import audit, planted_questions
+from glm5.tasks.search.browser import View
 from glm5.tasks.search.build import build
 from glm5.tasks.search.checks import Checker, Question
 from glm5.tasks.search.family import SearchFamily
 from glm5.tasks.search.index import Index
 from glm5.tasks.search.query import Either, Link, Node, Not, Query, Range
-from glm5.tasks.search.questions import Rules, Set, make_questions, read_questions
+from glm5.tasks.search.questions import Rules, Set, make_questions, read_questions, read_view
 from glm5.tasks.search.records import leaks
 from glm5.tasks.search.sources import SOURCES as SOURCES_BY_NAME
 from glm5.tasks.search.web import Web, build_web
@@ -54,17 +56,26 @@ def test_no_single_search_names_the_answer(built: Path) -> None:
 
 def test_a_snippet_that_names_the_answer_is_a_shortcut(checker: Checker) -> None:
     """The country of the only airport of a city is on that airport's page, whose address is not the answer's."""
+    for bad in _countries_of_airports(checker):
+        pages = [hit.url for text in (bad.text, *bad.constants.values()) for hit in checker.web.index.search(text, 3)]
+        assert bad.answer in pages or checker.reject(bad) == "a single search finds the answer"
+
+
+def test_a_small_view_has_fewer_shortcuts(checker: Checker) -> None:
+    small = replace(checker, view=View(results=3, snippet=20))
+    reasons = [(checker.reject(bad), small.reject(bad)) for bad in _countries_of_airports(checker)]
+    assert ("a single search finds the answer", None) in reasons
+    assert all(default == "a single search finds the answer" or found == default for default, found in reasons)
+
+
+def _countries_of_airports(checker: Checker) -> Iterator[Question]:
     graph = checker.graph
     for city in graph.of_type["city"]:
         if len(graph.related(city, "serves", True)) == 1:
             [country] = graph.related(city, "city_country", False)
             inner = Link("serves", False, Node("city", entity=city))
             query = Query(Node("country", (Link("airport_country", True, Node("airport", (inner,))),)))
-            bad = checker.question(query, country, "tree")
-            pages = [
-                hit.url for text in (bad.text, *bad.constants.values()) for hit in checker.web.index.search(text, 3)
-            ]
-            assert country in pages or checker.reject(bad) == "a single search finds the answer"
+            yield checker.question(query, country, "tree")
 
 
 def test_what_the_manifest_tells(built: Path) -> None:
@@ -304,6 +315,9 @@ def test_questions_are_spread(built: Path) -> None:
     again = Set(replace(RULES, count=80))
     assert all(map(again.add, questions)) and not again.add(questions[0])
     assert again.rejects == {"another of the same form": 1}
+    same = [questions[0], *(replace(question, answer=questions[0].answer) for question in questions[1:4])]
+    for most in (1, 2, 3):
+        assert sum(map(Set(replace(RULES, per_answer=most)).add, same)) == most
     assert max(questions, key=lambda q: q.depth).depth == 4
 
 
@@ -311,6 +325,14 @@ def test_questions_are_spread(built: Path) -> None:
 def test_processes_do_not_change_the_questions(built: Path, world: Path, tmp_path: Path) -> None:
     build(tmp_path, RULES, only=SOURCES, roots=[world], jobs=2)
     assert (tmp_path / "questions.jsonl").read_text() == (built / "questions.jsonl").read_text()
+
+
+def test_what_a_build_was_checked_with_is_read_back(built: Path, tmp_path: Path) -> None:
+    assert read_view(built) == View()
+    head = json.loads((built / "questions.jsonl").read_text().splitlines()[0])
+    for rules, view in (({"results": 3, "snippet": 20}, View(3, 20)), ({}, View())):  # an older build does not say
+        (tmp_path / "questions.jsonl").write_text(json.dumps(head | {"rules": rules}) + "\n")
+        assert read_view(tmp_path) == view
 
 
 def test_a_first_line_that_lacks_something(built: Path, world: Path, tmp_path: Path) -> None:

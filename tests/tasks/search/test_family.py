@@ -31,8 +31,9 @@ def says(*calls: ToolCall, content: str = "") -> Message:
 SEARCH = ToolCall("search", {"query": "alpha"})
 
 
-def test_demonstrations_earn_the_reward(built: Path) -> None:
-    made = family(built, thinking=False)
+@pytest.mark.parametrize("numbered", [False, True])
+def test_demonstrations_earn_the_reward(built: Path, numbered: bool) -> None:
+    made = family(built, thinking=False, numbered=numbered)
     for index in range(10):
         problem = made.problem("train", index)
         conversation = problem.demonstration(0)
@@ -44,6 +45,8 @@ def test_demonstrations_earn_the_reward(built: Path) -> None:
             "open",
             "find",
         ]
+        used = {call.name for message in conversation for call in message.tool_calls}
+        assert used <= ({"search", "click"} if numbered else {"search", "click", "open"})
         for place, message in enumerate(conversation):
             if message.role == "assistant":
                 result = env.step(message)

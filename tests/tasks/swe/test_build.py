@@ -7,6 +7,7 @@ import json
 import marshal
 import os
 import shutil
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -20,7 +21,9 @@ from glm5.errors import DataError, GradingError
 from glm5.records import Message, ToolCall
 from glm5.sandbox.environment import NamespaceEnvironment
 from glm5.tasks.families import make_family
+from glm5.tasks.harbor.folder import TaskFolder
 from glm5.tasks.harbor.swe import audit, audit_sample
+from glm5.tasks.harbor.trial import TaskRoom
 from glm5.tasks.swe.attacks import QUICK, cheats, passing_cheats
 from glm5.tasks.swe.build import MOST_FAULTS, MOST_MISSES, Build, Job, drawn
 from glm5.tasks.swe.candidate import Candidate, Repository
@@ -42,7 +45,10 @@ F2P = "tests/test_ranges.py::test_clip[9-5]"
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Repository:
-    return tiny(tmp_path_factory.mktemp("tiny"))
+    made = tiny(tmp_path_factory.mktemp("tiny"))
+    (made.root / "tiny/__pycache__").mkdir()
+    (made.root / "tiny/__pycache__/ranges.cpython-311.pyc").write_bytes(b"the fixed state")
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +108,30 @@ def test_an_unusable_package_is_tried_once(tmp_path: Path) -> None:
     assert opened == ["x"] and told[0] == "x 2 from 1: x: no tests" and "packages.jsonl" in told[1]
 
 
+def test_a_package_that_nobody_expected_falls_alone(tmp_path: Path) -> None:
+    """As one whose package.json is a list."""
+
+    def odd() -> Any:
+        json.loads("[]").get("license")
+
+    build = Build(tmp_path / "out", tmp_path / "work")
+    found = build.run([Job("x", odd)], 1, None, 1)["unusable_packages"]
+    assert found == {"x": "x cannot be read: AttributeError(\"'list' object has no attribute 'get'\")"}
+
+
+def test_a_build_knows_what_another_one_has_found_before_it_began(tmp_path: Path) -> None:
+    """It may have read the lists, and then spent minutes on the history of a repository."""
+    opened = []
+
+    def broken() -> Any:
+        opened.append("x")
+        raise DataError("x: no tests")
+
+    for build in [Build(tmp_path / "out", tmp_path / "work") for _ in range(2)]:
+        build.run([Job("x 2 from 1", broken)], 1, None, 1)
+    assert opened == ["x"]
+
+
 PROPERTY = """
 from hypothesis import given, strategies
 
@@ -126,6 +156,7 @@ def test_the_written_task(task: Path) -> None:
     assert spec["FAIL_TO_PASS"] == [F2P]
     assert len(spec["PASS_TO_PASS"]) == 6
     assert (task / "environment/repo/tiny/ranges.py").read_text() == CLIP.replace("return high", "return low", 1)
+    assert not list(task.rglob("*.pyc"))
     shown = (task / "environment/repo/tests/test_ranges.py").read_text()
     assert "def test_clip(" not in shown and "def test_clip_edges(" in shown
     assert "clip(x, 2, 5) == want" in (task / "instruction.md").read_text()
@@ -186,6 +217,24 @@ def test_a_fix_that_stands_elsewhere_is_no_task(
     if found:
         with pytest.raises(Rejected, match="fix elsewhere"):
             validate(candidate, clean, DRIVER, RULES, tmp_path / "task")
+
+
+def test_a_fix_among_the_test_dependencies_is_no_task(repository: Repository, clean: Baseline, tmp_path: Path) -> None:
+    """As soupsieve has beautifulsoup4 among its own, which needs soupsieve."""
+    (tmp_path / "site/tiny").mkdir(parents=True)
+    (tmp_path / "site/tiny/ranges.py").write_text(CLIP)
+    candidate = bug(repository, "    if x > high:\n        return high", "    if x > high:\n        return low")
+    assert fix_is_elsewhere(candidate) is None
+    more = replace(repository, site=(*repository.site, str(tmp_path / "site")))
+    assert fix_is_elsewhere(replace(candidate, repository=more)) == f"{tmp_path}/site/tiny/ranges.py"
+
+
+def test_the_machines_python_packages_are_hidden(task: Path) -> None:
+    """Some machine has the repository's package, with the fix in it."""
+    folders = f"/usr/lib/python3*/*-packages {sys.base_prefix}/lib/python3*/*-packages"
+    with TaskRoom(replace(TaskFolder.read(task), trees={SITE: Path(site())})) as room:
+        seen = room.room.exec(f"for f in {folders}; do ls -A $f; done; python3 -S -c 'import json'")
+    assert (seen.stdout, seen.exit_code) == (b"", 0), seen
 
 
 def test_another_right_solution_scores_1(task: Path, repository: Repository) -> None:
@@ -270,7 +319,15 @@ def test_a_build_audits_a_share_that_a_later_audit_knows(
     assert audit_sample(tmp_path, len(found), 0)["audited"] == len(found)
 
 
-@pytest.mark.parametrize("text", ["[1]", "{", "{}", '{"task": "repair"}', "[" * 99999])
+WRONG = '{{"task": "repair", "site": [], "runs": {}, "timeout_s": {}, "protected": []}}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[1]", "{", "{}", '{"task": "repair"}', "[" * 99999, WRONG.format("[3]", 1),
+     WRONG.format('[{"name": 1, "files": []}]', 1), WRONG.format("[]", "NaN"), WRONG.format("[]", 1e300),
+     WRONG.format("[]", '"1"')],
+)  # fmt: skip
 def test_an_audit_refuses_tests_that_are_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "tasks/x/tests").mkdir(parents=True)
     (tmp_path / "tasks/x/tests/tests.json").write_text(text)

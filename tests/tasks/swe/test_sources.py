@@ -136,6 +136,16 @@ def test_commits_that_fix_source_and_tests(history: Path, tmp_path: Path, monkey
     assert repository.read("tests/test_ranges.py") == TESTS
 
 
+def test_no_program_of_a_repository_runs(history: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`git archive` would write files as the repository's filters make them."""
+    (history / ".git/info/attributes").write_text("* filter=x\n")
+    for key, value in (("smudge", f"touch {tmp_path}/ran; cat"), ("required", "true")):
+        subprocess.run(["git", "-C", str(history), "config", f"filter.x.{key}", value], check=True)
+    monkeypatch.setattr("glm5.tasks.swe.commits.install", lambda requirements, folder: tmp_path)
+    repository, _ = open_commit(history, next(fixes(history, 1)), (), tmp_path / "work", "MIT")
+    assert repository.read("tiny/ranges.py") == CLIP and not (tmp_path / "ran").exists()
+
+
 def test_a_folder_without_history_is_a_data_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="git log"):
         list(fixes(tmp_path, 10))
@@ -214,3 +224,14 @@ def test_the_licence_comes_from_the_metadata(tmp_path: Path) -> None:
     (tmp_path / "PKG-INFO").write_text(text)
     assert metadata(tmp_path) == ("MIT License", "s")
     assert metadata(tmp_path / "none") == ("unknown", "")
+    (tmp_path / "PKG-INFO").write_text("Name: x\nSummary: é\nLicense: Copyright © 2020\n  More\n", encoding="utf-8")
+    assert metadata(tmp_path) == ("Copyright © 2020", "é")
+
+
+def test_an_archive_with_a_name_that_no_file_can_have_is_refused(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "x.tar.gz", "w:gz", format=tarfile.PAX_FORMAT) as tar:
+        member = tarfile.TarInfo("x/a.py")
+        member.pax_headers = {"path": "x/b\0c.py"}
+        tar.addfile(member)
+    with pytest.raises(DataError, match="cannot be unpacked"):
+        unpack(tmp_path / "x.tar.gz", tmp_path / "out")

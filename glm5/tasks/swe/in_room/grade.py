@@ -419,8 +419,9 @@ def end_strays() -> None:
 
 
 def site_digest(folder: str) -> str:
-    """SHA-256 over the modules of a folder with test dependencies, byte code left out; "" if it does not exist."""
-    found = hashlib.sha256()
+    """SHA-256 over the modules of a folder with test dependencies, byte code left out; "" if it does not exist. What is
+    no file, or a link that leads outside of the folder, is left out: reading it might never end."""
+    found, real = hashlib.sha256(), os.path.join(os.path.realpath(folder), "")
     for place, folders, files in os.walk(folder):
         folders[:] = sorted(f for f in folders if f not in ("__pycache__", "bin") and not f.endswith(".dist-info"))
         for name in sorted(files):
@@ -428,6 +429,8 @@ def site_digest(folder: str) -> str:
                 (".py", ".so", ".pyc", ".zip", ".egg", ".js", ".cjs", ".mjs", ".json", ".node", ".rb", ".php", ".go")
             ):
                 path = os.path.join(place, name)
+                if not os.path.isfile(path) or not os.path.realpath(path).startswith(real):
+                    continue
                 with open(path, "rb") as file:
                     found.update(os.path.relpath(path, folder).encode() + b"\0" + hashlib.sha256(file.read()).digest())
     return found.hexdigest() if os.path.isdir(folder) else ""

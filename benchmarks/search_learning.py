@@ -1,0 +1,337 @@
+"""Does a policy learn to search? SFT, then RL on search questions, on a slice that a laptop can train.
+
+    python benchmarks/search_learning.py [--seeds 1 2 3] [--updates 60] [--quick]
+
+The slice: a web of about 40,000 pages of places and elements (`glm5 task build search`), with questions of two links
+from a named thing over a hidden one to the answer. A search shows three results with 20 characters of text each, a page
+360 characters with numbers for links, and an episode has six messages. No search with the question, its name or its
+clauses shows the answer. Answers of demonstrations, of RL and of the evaluation are three sets without a common name.
+Per seed:
+
+1. SFT from a base that the seeds share, which was trained on the oracle's way over questions of the same forms, and on
+   walks: sessions whose prompt tells the lines to follow, from all over the web, which teach to copy names. The
+   demonstrations of this step are of mixed quality: some answer with the page before the answer's, some follow the
+   first link of each page, some search for what is asked instead of what is named.
+2. RL (`agentic`, in one process) on the questions. Reward: whether the answer is right.
+3. Baselines: SFT goes on from the same start in the time of step 2; and guessers without a model, which look for the
+   name, open the first result, and answer what they saw most often of the type that is asked for: on that page ("first
+   page"), or also on as many of the pages that it links to as the messages allow ("first links"). "oracle" is the share
+   that the oracle solves with the same view and messages: the most there is.
+4. Every policy plays the same held-out questions once, at temperature 1.
+
+The last line is JSON: solved shares, and gains over the start with their 95 % interval (paired questions; an answer has
+up to six). Deciding: a gain of at least 15 points with a lower bound above 5, from a start between 15 and 60 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import random
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from _learning import add_arguments, evaluate, policies, rates, write_texts
+
+from glm5.config.evaluation import EvalConfig
+from glm5.config.families import FamilyConfig
+from glm5.data.sft import Conversation, write_conversations
+from glm5.errors import DataError
+from glm5.records import Message, ToolCall
+from glm5.tasks.contract import held_out_problems
+from glm5.tasks.search.answers import right
+from glm5.tasks.search.browser import Browser, View
+from glm5.tasks.search.build import build
+from glm5.tasks.search.checks import Checker, Question
+from glm5.tasks.search.family import SearchFamily, SearchProblem, split_of_answer, split_of_name
+from glm5.tasks.search.query import Evaluator, Link, Node, Query
+from glm5.tasks.search.questions import Rules, read_questions
+
+SOURCES = ("geonames", "airports", "iso-codes", "elements")
+TYPES = ("subdivision", "city", "currency", "element")
+RESULTS, SNIPPET, PAGE, TURNS, PER_ANSWER = 3, 20, 360, 6, 6
+MOST_ANSWERS, MOST_PER_ANSWER, MOST_TRIES, MOST_LINKS = 5, 20, 60, 3
+MAX_TOKENS, MAX_CONTEXT = 64, 640
+MIXED = {"careful": 0.6, "too early": 0.2, "first link": 0.1, "wrong words": 0.1}
+ADDRESS = re.compile(r"(?:^|, |: )([^<>\n:]+?) <([^<>\s]+)>", re.MULTILINE)
+LINK = re.compile(r" \[(\d+)\]")
+RL = """
+[[stages]]
+name = "rl"
+kind = "agentic"
+prompts = 16
+group = 8
+concurrency = 128
+max_tokens = 64
+max_turns = 6
+max_context = 640
+max_staleness = 1
+optim = { steps = UPDATES, lr = 1e-3, schedule = "constant" }
+[[stages.families]]
+name = "search"
+render_tools = false
+"""
+
+
+def options_of(web: Path) -> dict[str, Any]:
+    """Options of the family."""
+    return {
+        "folder": str(web.absolute()), "tools": ["search", "click"], "numbered": True, "results": RESULTS,
+        "snippet": SNIPPET, "page": PAGE, "max_turns": TURNS, "thinking": False,
+    }  # fmt: skip
+
+
+class Session:
+    """What somebody does with the tools of a problem, as messages. Queries begin with a space, so that the tokens of a
+    name in it are those of the name in a question."""
+
+    def __init__(self, prompt: str, browser: Browser) -> None:
+        self.browser = browser
+        self.messages = [Message("user", prompt)]
+
+    def call(self, name: str, **arguments: str | int) -> str:
+        call = ToolCall(name, arguments)
+        text, _ = self.browser.call(call)
+        self.messages += [Message("assistant", tool_calls=(call,)), Message("tool", text)]
+        return text
+
+    def search(self, words: str) -> str:
+        return self.call("search", query=f" {words}")
+
+    def click(self, number: int) -> str:
+        return self.call("click", link_id=number)
+
+    def answer(self) -> list[Message]:
+        """The messages with the title of the open page as the answer."""
+        return [*self.messages, Message("assistant", self.messages[-1].content.partition(" <")[0])]
+
+
+def session_of(problem: SearchProblem) -> Session:
+    return Session(problem.prompt, problem.browser())
+
+
+def name_in(problem: SearchProblem) -> str:
+    """The name that the question has."""
+    return next(iter(problem.question.constants.values()))
+
+
+def calls_of(problem: SearchProblem) -> list[ToolCall] | None:
+    """The oracle's calls, or None if with this view and number of messages it does not get there."""
+    try:
+        shown = problem.demonstration(0)
+    except DataError:
+        return None
+    calls = [call for message in shown for call in message.tool_calls]
+    return calls if len(calls) < problem.max_turns else None
+
+
+def careful(problem: SearchProblem, calls: Sequence[ToolCall]) -> list[Message]:
+    """The oracle's way."""
+    session = session_of(problem)
+    for call in calls:
+        [argument] = call.arguments.values()
+        _ = session.search(argument) if call.name == "search" else session.click(argument)
+    return session.answer()
+
+
+def too_early(problem: SearchProblem, calls: Sequence[ToolCall]) -> list[Message]:
+    """The oracle's way without its last page."""
+    return careful(problem, calls[:-1])
+
+
+def first_link(problem: SearchProblem, calls: Sequence[ToolCall]) -> list[Message]:
+    """Opens the first result, and twice the first link."""
+    session = session_of(problem)
+    session.search(name_in(problem))
+    for _ in range(3):
+        session.click(0)
+    return session.answer()
+
+
+def wrong_words(problem: SearchProblem, calls: Sequence[ToolCall]) -> list[Message]:
+    """Searches for what is asked, and opens the first result."""
+    session = session_of(problem)
+    session.search(problem.prompt.partition("?")[0].removeprefix("Which "))
+    session.click(0)
+    return session.answer()
+
+
+WAYS = {"careful": careful, "too early": too_early, "first link": first_link, "wrong words": wrong_words}
+
+
+def guess(problem: SearchProblem, opened: int) -> bool:
+    """A baseline without a model: whether the answer is what the named thing's page and the first `opened` pages it
+    links to name most often, of the type asked for; the first of equal ones."""
+    session, question = session_of(problem), problem.question
+    session.browser.view = replace(problem.view, numbered=False)  # addresses tell types
+    session.search(name_in(problem))
+    seen = ADDRESS.findall(session.click(0))
+    for _, url in seen[:opened]:
+        seen = seen + ADDRESS.findall(session.call("open", url=url))
+    kind = f"{question.query.root.type}/"
+    fitting = Counter(name for name, url in seen if url.startswith(kind) and url not in question.constants)
+    return bool(fitting) and right(fitting.most_common(1)[0][0], question.names)
+
+
+def renamed(node: Node, entity: str) -> Node:
+    """The chain from another named thing."""
+    if node.entity:
+        return replace(node, entity=entity)
+    [link] = node.constraints
+    assert isinstance(link, Link)
+    return replace(node, constraints=(replace(link, child=renamed(link.child, entity)),))
+
+
+def last_link(node: Node) -> Link:
+    """The link of a chain to its named thing."""
+    [link] = node.constraints
+    assert isinstance(link, Link)
+    return link if link.child.entity else last_link(link.child)
+
+
+def problems(family: SearchFamily, web: Path, seed: str) -> Iterator[SearchProblem]:
+    """Questions of the forms of the training questions, from other named things to answers of the training split. A few
+    have several answers; no name answers more than MOST_PER_ANSWER, for answers are to be copied, not remembered. Ends
+    when the forms are used up."""
+    forms = [question.query for question in read_questions(web) if split_of_answer(question) == "train"]
+    graph = family.web.graph()
+    checker, choice = Checker(family.web, graph, Evaluator(graph)), random.Random(seed)
+    seen, often, any_problem = set[str](), Counter[str](), family.problem("train", 0)
+
+    @functools.cache
+    def ends_of(relation: str, reverse: bool) -> list[str]:
+        return sorted(map(str, (graph.objects if reverse else graph.subjects)[relation]))
+
+    def draw(form: Query) -> Question | None:
+        end = last_link(form.root)
+        entity = choice.choice(ends_of(end.relation, end.reverse))
+        query = replace(form, root=renamed(form.root, entity))
+        answers = sorted(checker.evaluator.answers(query))
+        if not 1 <= len(answers) <= MOST_ANSWERS or not graph.only_one_named(entity):
+            return None
+        answer = choice.choice(answers)
+        name = graph.entities[answer].name
+        if often[name] >= MOST_PER_ANSWER or split_of_name(name) != "train":
+            return None
+        question = checker.question(query, answer, "tree")
+        return None if question.id in seen or checker.gives_away(question) else question
+
+    while forms:
+        place = choice.randrange(len(forms))
+        question = next(filter(None, (draw(forms[place]) for _ in range(MOST_TRIES))), None)
+        if question is None:
+            forms.pop(place)
+            continue
+        seen.add(question.id)
+        often[question.names[0]] += 1
+        yield replace(any_problem, question=question)
+
+
+def walks(family: SearchFamily, count: int) -> Iterator[Conversation]:
+    """Sessions that are told where to go: a search for a page, its click, and links of two lines that the prompt names.
+    Every name on them is rare, so they teach to copy."""
+    web, choice = family.web, random.Random("walks")
+    view = View(RESULTS, SNIPPET, PAGE, numbered=True)
+    while count:
+        page = web.page(choice.choice(web.index.urls))
+        if page is None or split_of_name(page.title) != "train":
+            continue
+        session, way = Session("", Browser(web, (), view)), list[str]()
+        session.search(page.title)
+        number = session.browser.number(page.url)
+        while number is not None:
+            lines = [line.partition(": ") for line in session.click(number).splitlines()[1:]]
+            found = [(label, LINK.findall(rest)) for label, _, rest in lines if LINK.search(rest)]
+            if len(way) == 2 or not found:
+                break
+            label, numbers = choice.choice(found)
+            number = int(choice.choice(numbers[:MOST_LINKS]))
+            way.append(label)
+        last = session.answer()
+        if len(way) == 2 and split_of_name(last[-1].content) == "train":
+            count -= 1
+            yield Conversation([Message("user", f"From {page.title}: {way[0]}, {way[1]}"), *last[1:]])
+
+
+def demonstrations(source: Iterator[SearchProblem], mixed: bool) -> Iterator[Conversation]:
+    choice = random.Random("demonstrators")
+    for problem in source:
+        calls = calls_of(problem)
+        way = choice.choices(list(MIXED), list(MIXED.values()))[0] if mixed else "careful"
+        if calls is not None:
+            yield Conversation(WAYS[way](problem, calls))
+
+
+def experiment(
+    seed: int, options: argparse.Namespace, chosen: dict[str, Any], held_out: Sequence[SearchProblem]
+) -> dict[str, Any]:
+    stage = RL + "".join(f"options.{key} = {json.dumps(value)}\n" for key, value in chosen.items())
+    trained, seconds = policies(seed, options, stage)
+    family = FamilyConfig(name="search", options=chosen, render_tools=False)
+    config = EvalConfig(
+        problems=options.held_out, max_tokens=MAX_TOKENS, max_turns=TURNS, max_context=MAX_CONTEXT, samples=1, ks=[1]
+    )
+    played = {name: evaluate(policy, family, config) for name, policy in trained.items()}
+    solved = {name: wins for name, (wins, _) in played.items()}
+    seconds["episode"] = played["rl"][1]
+    solved |= {f"first {name}": [guess(one, n) for one in held_out] for name, n in (("page", 0), ("links", TURNS - 3))}
+    solved["oracle"] = [calls_of(one) is not None for one in held_out]
+    return rates(seed, solved, seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser, updates=60, text_steps=300, base_steps=2500)
+    parser.add_argument("--held-out", type=int, default=220)
+    parser.add_argument("--questions", type=int, default=1600)
+    parser.add_argument("--draw", type=int, default=0, help="seed of the questions: to tune, take other ones")
+    parser.add_argument(
+        "--demonstrations", type=int, nargs=3, default=[24_000, 8_000, 3_000], help="walks, careful, mixed"
+    )
+    parser.add_argument("--quick", action="store_true", help="everything once and small, in a folder of its own")
+    parser.add_argument("--out", type=Path, default=Path("runs/search-learning"))
+    options = parser.parse_args()
+    sources = SOURCES
+    if options.quick:
+        options.seeds, options.updates, options.text_steps, options.base_steps, options.sft_steps = [0], 1, 4, 4, 2
+        options.held_out, options.questions, options.demonstrations, sources = 8, 80, [300, 100, 100], SOURCES[:2]
+        options.out = options.out.with_name(f"{options.out.name}-quick")
+    torch.set_num_threads(options.threads)
+    web = options.out / "web"
+    if not (web / "manifest.json").exists():
+        rules = Rules(
+            options.questions, options.draw, depths=(2,), types=TYPES, filters=0, per_shape=options.questions,
+            kinds=("tree",), results=RESULTS, snippet=SNIPPET, per_answer=PER_ANSWER,
+        )  # fmt: skip
+        build(web, rules, only=sources, download=True, jobs=options.threads, told=print)
+    chosen = options_of(web)
+    family, (walked, many, few) = SearchFamily(**chosen), options.demonstrations
+    held_out = [one for one in held_out_problems(family, options.held_out, "search") if isinstance(one, SearchProblem)]
+    if len(held_out) < options.held_out:
+        raise SystemExit(f"{web} has only {len(held_out)} held-out questions; raise --questions, or lower --held-out.")
+    if not (options.out / "mixed.jsonl").exists():
+        shown = list(islice(demonstrations(problems(family, web, "careful"), mixed=False), many))
+        shown += walks(family, walked)
+        random.Random("order").shuffle(shown)
+        write_texts(shown, options.out / "texts.txt")
+        write_conversations(options.out / "careful.jsonl", shown)
+        shown = list(islice(demonstrations(problems(family, web, "mixed"), mixed=True), few))
+        write_conversations(options.out / "mixed.jsonl", shown)
+    found = []
+    for seed in options.seeds:
+        found.append(experiment(seed, options, chosen, held_out))
+        print(json.dumps(found[-1]), flush=True)
+    answers = len({problem.question.answer for problem in held_out})
+    told = {"questions": options.held_out, "answers": answers, "updates": options.updates, "runs": found}
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()
