@@ -192,6 +192,7 @@ def test_a_full_context_is_summarised(tmp_path: Path) -> None:
     assert [m.role for m in second] == ["user", "assistant"] * (len(second) // 2)
 
 
+@pytest.mark.long
 @needs_rooms
 def test_an_overflow_unwinds_and_limits_end_a_session(tmp_path: Path) -> None:
     refused = []

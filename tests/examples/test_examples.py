@@ -80,6 +80,7 @@ def test_own_environment(example: Callable[..., None], tmp_path: Path) -> None:
     assert rollout["domain"] == "letters" and rollout["problem"].startswith("backwards/rl/")
 
 
+@pytest.mark.long
 def test_own_loss(example: Callable[..., None], tmp_path: Path) -> None:
     example("own_loss")
     assert 'loss = "cispo"' in (tmp_path / "runs" / "cispo" / "recipe.toml").read_text()

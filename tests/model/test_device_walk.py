@@ -36,6 +36,7 @@ def test_nothing_waits_for_the_device_or_leaves_it(walked: dict[str, str], part:
     assert walked[part] == ""
 
 
+@pytest.mark.long
 def test_the_walk_notices_a_wait_and_another_device(walked: dict[str, str]) -> None:
     assert walked.keys() == {*PARTS, "a wait", "another device"}
     assert walked["a wait"].startswith("DataDependentOutputException")

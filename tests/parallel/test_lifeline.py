@@ -147,6 +147,7 @@ def test_a_name_that_means_this_machine_only_at_home_is_reached_from_outside() -
         pass
 
 
+@pytest.mark.long
 def test_a_rank_that_never_joins_is_reported(job: Any, tmp_path: Path) -> None:
     """Nobody knows it yet, so the others can only say that one is missing."""
     ranks = job.start(3, [{"kind": "run", "start": "", "timeout": 2}], missing=1)

@@ -12,7 +12,7 @@ import torch
 
 from glm5.model.glm5 import GLM5ForCausalLM
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.long]
 
 STEPS = 5
 
@@ -85,7 +85,6 @@ def flips(one: Any, other: Any, world: int) -> int:
     return count
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("name", "world"), [("follow 4", 4), ("follow 2", 2), ("follow 2 ep", 2)])
 def test_ranks_follow_one_process(results: dict[str, Any], name: str, world: int) -> None:
     one, other = results["follow"], results[name]

@@ -348,6 +348,7 @@ def test_the_first_step_is_the_same_for_all_that_mtp_does_not_touch(finished: An
     assert len(result["details"]["prompts"]) == result["config"]["prompts"]
 
 
+@pytest.mark.long
 def test_finished_runs_are_not_repeated(finished: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, result = finished("mtp")
     name = EXPERIMENTS["mtp"]

@@ -95,6 +95,7 @@ async def here(*_: Any) -> dict[str, str]:
     return node()
 
 
+@pytest.mark.long
 def test_an_actor_without_its_run_ends(ray: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from glm5.rollout import ray_actors
 

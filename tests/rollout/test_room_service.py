@@ -112,6 +112,7 @@ def acts(act: str, **task: Any) -> dict[str, Any]:
 KEEP = "open('out', 'w').write(ask('6 * 7'))"
 
 
+@pytest.mark.long
 def test_how_rollouts_of_commands_end(opened: Open) -> None:
     cases: list[tuple[dict[str, Any], str, float, dict[str, Any]]] = [
         (acts(KEEP), "solved", 1.0, {"exit_code": 0}),
@@ -187,6 +188,7 @@ def test_mistakes_of_a_recipe_show_before_the_first_rollout(
     run(test())
 
 
+@pytest.mark.long
 def test_a_rollout_that_is_stopped_leaves_other_rooms_alone(opened: Open, tmp_path: Path) -> None:
     """A room outlives the thread that built it, which ends with the rollout that is stopped."""
     tasks = [{"id": f"{place}", "task": seconds} for place, seconds in enumerate((0.4, 1.0, 3.0, 60.0))]

@@ -281,6 +281,7 @@ def test_a_fleet_says_why_no_engine_took_the_weights(
     run(test)
 
 
+@pytest.mark.long
 def test_servers_like_sglang_can_be_ranks(sender: WeightSender, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server of two processes. It makes a rank with torch's own function, knows no hashes, and loads in place."""
     asked: list[str] = []

@@ -313,6 +313,7 @@ def test_a_worker_plays_many_rollouts_and_each_finds_it_empty(workers: AgentWork
     assert runs["long"].result == "x" * 32768 and runs["exit"].result is None
 
 
+@pytest.mark.long
 def test_the_import_does_not_count_as_cpu_time_of_a_rollout(gateway: str, tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     busy = (
@@ -325,6 +326,7 @@ def test_the_import_does_not_count_as_cpu_time_of_a_rollout(gateway: str, tmp_pa
         assert [run.killed_reason for run in runs] == [None, "cpu", None] and len(workers._free) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("task", ["kill the worker", "stop the worker", "deep", "move the package"])
 def test_a_worker_that_cannot_go_on_is_replaced(workers: AgentWorkers, task: str) -> None:
     first = play(workers, "worker").result

@@ -189,6 +189,7 @@ print(ends)
 """
 
 
+@pytest.mark.long
 def test_agents_that_hold_connections_take_none_from_other_rooms(gateway: str) -> None:
     """With few file descriptors for all rooms of a process."""
     command = [sys.executable, "-c", FLOOD, gateway]

@@ -194,6 +194,7 @@ def test_a_real_server_streams_and_drops_work_of_clients_that_left(forks: Any, c
         assert client.get("/health").status_code == 200
 
 
+@pytest.mark.long
 def test_a_slow_foreign_template_holds_up_no_other_requests(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -235,6 +235,7 @@ def test_addresses_of_one_subscriber_count_together(engine_of: Any) -> None:
     assert neighbourhood("10.0.0.1") != neighbourhood("10.0.0.2") and neighbourhood("fe80::1%eth0")
 
 
+@pytest.mark.long
 def test_full_disks_and_clients_that_do_not_read_do_not_keep_a_server(forks: Any, checkpoint: Path) -> None:
     """Nothing it prints can be written; it serves all the same, and ends when told to."""
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -374,6 +374,7 @@ def test_a_few_hundred(asgi: Any, model: GLM5ForCausalLM, tokenizer: Tokenizer, 
     assert statuses[200] > 20 and statuses[400] > 20 and statuses[404] and statuses[403]
 
 
+@pytest.mark.long
 def test_numbers_at_their_extremes(asgi: Any, model: GLM5ForCausalLM, tokenizer: Tokenizer) -> None:
     statuses, _ = asyncio.run(campaign(asgi, Engine(model, tokenizer), tokenizer, every_number(11)))
     assert statuses[200] > 40 and statuses[400] > 40

@@ -138,6 +138,7 @@ def test_imports_from_the_future_come_before_the_prompt(tmp_path: Path) -> None:
         assert outcome(problem, f"```python\n{first}\n{body}\n```") is Outcome.SOLVED
 
 
+@pytest.mark.long
 def test_inputs_that_do_not_count_are_named_and_never_for_want_of_time(tmp_path: Path) -> None:
     problem = make_family("evalplus", file=write(tmp_path / "a.jsonl", EVALPLUS)).problem("heldout", 0)
     assert problem.env().step(Message("assistant", "    return 1")).detail == {"inputs_left_out": 1}  # spread(3)

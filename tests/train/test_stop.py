@@ -200,6 +200,7 @@ PHASES = {
 }
 
 
+@pytest.mark.long
 def test_a_stuck_stage_says_where_and_ends(forks: Any, tmp_path: Path) -> None:
     """A process each, all at once: most of this is waiting."""
     script = Path(__file__).with_name("stuck_stage.py")

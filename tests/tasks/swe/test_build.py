@@ -495,6 +495,7 @@ def test_a_test_that_needs_another_file_is_no_failing_test(repository: Repositor
     assert runs == [("tests/test_b.py",)] * 3  # without the bug only once
 
 
+@pytest.mark.long
 def test_a_test_that_needs_one_left_out_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A task runs a sample of the tests, and this one passes only after another test of its file."""
     found = tiny(tmp_path / "repo")
@@ -513,6 +514,7 @@ def test_a_test_that_needs_one_left_out_is_not_kept(tmp_path: Path, monkeypatch:
     }
 
 
+@pytest.mark.long
 def test_a_twin_that_loses_tests_is_none(
     repository: Repository, clean: Baseline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

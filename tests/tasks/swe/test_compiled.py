@@ -287,6 +287,7 @@ def test_jobs_of_a_debian_package() -> None:
     assert names == [*pairs, "x patches", "x 2-1 patches"]
 
 
+@pytest.mark.long
 def test_a_java_test_file_that_does_not_compile_is_broken_alone(tmp_path: Path) -> None:
     """So is a source that no test needs."""
     if not glob.glob(NEEDS["java"]):
