@@ -81,17 +81,8 @@ def play(settings: Settings, options: Options, view: View | None = None) -> tupl
     if options.in_place and outcome.changes.files and not outcome.ok:
         notes.append("The repository was not changed, because the session did not end by itself; --resume goes on.")
     elif options.in_place and outcome.changes.files:
-        name = f"agent-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-        try:
-            safety_commit(repo, name, outcome.changes.files)
-        except UsageError as error:  # the patch is there all the same
-            notes.append(f"The repository was not changed, for its state could not be kept: {error}")
-            written = False
-        else:
-            refused = apply(repo, outcome.changes.files, outcome.seen)
-            notes += [f"{file} was not written: {why}." for file, why in refused.items()]
-            back = f"git -C {shlex.quote(str(repo))} restore --source refs/glm5/{name} -- ."
-            notes.append(f"The state before is kept; to go back (new files stay): {back}")
+        written, said = _write(repo, outcome)
+        notes += said
     told = {
         "ok": outcome.ok and written,
         "reason": outcome.reason,
@@ -106,6 +97,21 @@ def play(settings: Settings, options: Options, view: View | None = None) -> tupl
         "notes": notes,
     }
     return outcome, patch, told
+
+
+def _write(repo: Path, outcome: Outcome) -> tuple[bool, list[str]]:
+    """Write the changes to the repository, whose state before is kept; whether that was possible, and notes."""
+    name = f"agent-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    try:
+        safety_commit(repo, name, outcome.changes.files)
+    except UsageError as error:  # the patch is there all the same
+        return False, [f"The repository was not changed, for its state could not be kept: {error}"]
+    refused = apply(repo, outcome.changes.files, outcome.seen)
+    back = f"git -C {shlex.quote(str(repo))} restore --source refs/glm5/{name} -- ."
+    return True, [
+        *(f"{file} was not written: {why}." for file, why in refused.items()),
+        f"The state before is kept; to go back (new files stay): {back}",
+    ]
 
 
 def _new_log() -> Path:

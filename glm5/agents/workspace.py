@@ -350,9 +350,8 @@ def _file_diff(path: str, before: File | None, after: File, most: int) -> tuple[
     if old is None or new is None:
         return "".join([*head, f"Binary files {a} and {b} differ\n"]), 0
     names = ("/dev/null" if before is None else a, "/dev/null" if after.data is None else b)
-    alike = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(old, new, strict=False)))
-    ends = zip(reversed(old[alike:]), reversed(new[alike:]), strict=False)
-    end = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], ends))
+    alike = _alike(old, new)
+    end = _alike(reversed(old[alike:]), reversed(new[alike:]))
     first, last = max(0, alike - CONTEXT), max(0, end - CONTEXT)
     old, new = old[first : len(old) - last], new[first : len(new) - last]
     compared = len(old) + len(new)
@@ -366,12 +365,15 @@ def _file_diff(path: str, before: File | None, after: File, most: int) -> tuple[
         compared = 0
     else:
         body = list(difflib.unified_diff(old, new, *names, n=CONTEXT))
-        body[2:] = [
-            re.sub(r"(?<=[-+])\d+", lambda m: str(int(m[0]) + first), x) if x[0] == "@" else x for x in body[2:]
-        ]
+        body[2:] = [_moved(line, first) if line[0] == "@" else line for line in body[2:]]
     return "".join(head) + "".join(
         line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in body
     ), compared
+
+
+def _alike(old: Iterable[str], new: Iterable[str]) -> int:
+    """The number of lines that both begin with."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(old, new, strict=False)))
 
 
 def _moved(head: str, lines: int) -> str:

@@ -73,6 +73,11 @@ def say(text: str, err: bool = False) -> None:
     typer.echo(for_screen(text), err=err)
 
 
+def told(line: str) -> None:
+    """Say on stderr how a command goes on."""
+    say(line, err=True)
+
+
 def model_config(model: str) -> Any:
     """The configuration of a preset or of a checkpoint directory."""
     from glm5.config.model import PRESETS, GLM5Config

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from glm5.cli.options import Json, app, say, show
+from glm5.cli.options import Json, app, say, show, told
 from glm5.errors import UsageError
 
 if TYPE_CHECKING:
@@ -216,5 +216,5 @@ def _written(
                     raise Fallen("prompt", str(error)) from error
                 raise
 
-        writer = Writer(out, ask, rounds, endpoint.name, lambda line: say(line, err=True))
+        writer = Writer(out, ask, rounds, endpoint.name, told)
         return writer.run(pages(page) if page else ideas(seed), len(page) if page else count)

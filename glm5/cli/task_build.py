@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from glm5.cli.options import Json, Out, say, show
+from glm5.cli.options import Json, Out, show, told
 from glm5.cli.task import build_app, task_app
 from glm5.errors import UsageError
 
@@ -20,11 +20,6 @@ Kinds = Annotated[
 Modules = Annotated[list[str], typer.Option("--stdlib", help="Module of Python's library to use instead of packages.")]
 Repos = Annotated[list[Path], typer.Option("--repo", help="Local git repository to use instead of packages.")]
 Requires = Annotated[list[str], typer.Option("--requires", help="Package that the tests of --repo need.")]
-
-
-def told(line: str) -> None:
-    """Say on stderr how a build goes."""
-    say(line, err=True)
 
 
 @build_app.command("swe")

@@ -7,17 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from glm5.cli.options import Json, Out, show
+from glm5.cli.options import Json, Out, show, told
 from glm5.cli.task import build_app, task_app
 from glm5.errors import UsageError
 
 if TYPE_CHECKING:
     from glm5.agents.endpoint import Dialect
     from glm5.tasks.search.checks import Question
-
-
-def _told(line: str) -> None:
-    typer.echo(line, err=True)
 
 
 @build_app.command("search")
@@ -63,7 +59,7 @@ def build_search(
         raise UsageError("--paraphrase needs --model.")
     depths = tuple(depth) or DEPTHS
     rules = Rules(count, seed, depths, tuple(answers), filters, per_shape, tuple(kinds), results, snippet, per_answer)
-    found = build(out, rules, only=source, roots=root, download=download, jobs=jobs, told=_told)
+    found = build(out, rules, only=source, roots=root, download=download, jobs=jobs, told=told)
     if model is not None:
         found["model"] = _filtered(out, model, name, dialect, api_key_file, paraphrase)
     show(found if as_json else _short(found), as_json)
@@ -117,7 +113,7 @@ def _filtered(
             graph = web.graph()
             questions = paraphrase_questions(out, questions, ask, Checker(web, graph, Evaluator(graph), read_view(out)))
             found["paraphrased"] = sum(bool(question.paraphrase) for question in questions)
-        return found | filter_questions(out, questions, Judges(ask, play), _told)
+        return found | filter_questions(out, questions, Judges(ask, play), told)
 
 
 @task_app.command("serve")
@@ -138,6 +134,6 @@ def check_search(folder: Path, sample: int, as_json: bool) -> bool:
     """Check a build of search tasks and print what was found; whether all is well."""
     from glm5.tasks.search.audit import audit
 
-    found = audit(folder, sample, told=_told)
+    found = audit(folder, sample, told=told)
     show(found, as_json)
     return bool(found["ok"])

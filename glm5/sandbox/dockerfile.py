@@ -40,7 +40,7 @@ PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _IGNORED = {"LABEL", "EXPOSE", "VOLUME", "STOPSIGNAL", "MAINTAINER", "HEALTHCHECK", "CMD", "ENTRYPOINT"}
 _VARIABLE = re.compile(r"\\(.)|\$(?:\{([A-Za-z_]\w*)(?::([-+])([^}]*))?\}|([A-Za-z_]\w*))", re.DOTALL)
 _HEREDOC = re.compile(r"<<(-?)([\"']?)([A-Za-z_]\w*)\2")
-_ONE = re.compile(r"(\?|\[[^]/]+\])")
+_WILD = re.compile(r"(\*|\?|\[[^]/]+\])")
 _FLAG = re.compile(r"--([a-z-]+)(?:=(\S+))?\s*")
 
 
@@ -316,25 +316,17 @@ def _mode(text: str) -> int:
 
 def _pattern(name: str) -> str:
     """A regular expression for Docker's file patterns: `*` and `?` match within a folder, `[...]` a set."""
-    first, *others = (
-        "".join("[^/]" if p == "?" else p if _ONE.fullmatch(p) else re.escape(p) for p in _ONE.split(piece))
-        for piece in _split(name)
-    )
-    if not others:
-        return first
-    # What follows a star is taken where it comes first, for good: else stars could be tried in endless ways.
-    return first + "".join(f"(?>[^/]*?{piece})" for piece in others[:-1]) + f"[^/]*{others[-1]}"
-
-
-def _split(name: str) -> list[str]:
-    """The pieces between the stars that are not in a set."""
-    pieces = [""]
-    for part in re.split(r"(\*|\[[^]/]+\])", name):
+    pieces = [""]  # between the stars
+    for number, part in enumerate(_WILD.split(name)):
         if part == "*":
             pieces.append("")
-        else:
-            pieces[-1] += part
-    return pieces
+        else:  # every second part is one that _WILD has found
+            pieces[-1] += "[^/]" if part == "?" else part if number % 2 else re.escape(part)
+    first, *others = pieces
+    if not others:
+        return first
+    # A piece is taken at the first place where it fits and at no other: many stars could be tried in endless ways.
+    return first + "".join(f"(?>[^/]*?{piece})" for piece in others[:-1]) + f"[^/]*{others[-1]}"
 
 
 def _instructions(text: str) -> Iterator[tuple[int, str, str, dict[str, str]]]:

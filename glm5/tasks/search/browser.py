@@ -48,7 +48,7 @@ TOOLS: dict[str, ToolSpec] = {
 
 NUMBERED_CLICK = _spec("click", "Open a result of the latest search, or a link of the open page.",
                        link_id=("integer", "Its number."))  # fmt: skip
-"""`click` where the links of pages have numbers."""
+"""`click`, if the links of pages have numbers."""
 _LINKED = re.compile(r" <([^<>\s]+)>")
 
 
