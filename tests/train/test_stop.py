@@ -229,9 +229,10 @@ def test_stages_that_take_longer_than_the_limit_in_all_are_not_stuck(small: Any,
         time.sleep(0.15)
         return loss_of(model, batch, ctx)
 
-    io, threads = stage_io(), threading.active_count()
+    io, threads = stage_io(), set(threading.enumerate())
     train(small(), stage(stall_seconds=0.6, steps=6, save_every=2), io, batch_at, slow)
-    assert not (io.folder / "stall.txt").exists() and threading.active_count() == threads
+    assert not (io.folder / "stall.txt").exists()
+    assert set(threading.enumerate()) <= threads  # those of tests before may end meanwhile
     time.sleep(0.7)  # nothing is armed any more
 
 
