@@ -34,7 +34,7 @@ from glm5.rollout.gateway import Gateway
 from glm5.rollout.gateway_app import create_gateway
 from glm5.rollout.live import LiveRollouts
 from glm5.rollout.orchestrator import Orchestrator
-from glm5.rollout.process import KEEP_ALIVE_SECONDS, LIMITS, admin_key_of
+from glm5.rollout.process import LIMITS, admin_key_of
 from glm5.rollout.remote import RemoteService, ServiceRegister, service_routes
 from glm5.rollout.room_service import RoomService
 from glm5.rollout.services import FamilyService, TaskService
@@ -156,7 +156,7 @@ async def _serve(job: RolloutJob, control: TextIO) -> None:
             fleet.serve(url, key)
             running = asyncio.create_task(live.run())
             try:
-                config = ServerConfig(app, gateway.limits, 1.0, timeout_keep_alive=KEEP_ALIVE_SECONDS)
+                config = ServerConfig(app, gateway.limits, 1.0)
                 await Server(config, lambda _: process.tell(control, news)).serve(listeners)
             finally:
                 register.close()

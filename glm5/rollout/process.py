@@ -34,10 +34,6 @@ from glm5.serve.samples import Delta
 
 log = get_logger("gateway")
 LIMITS = Limits(requests=4096, samples=1024, header_seconds=60)
-KEEP_ALIVE_SECONDS = 60
-"""Seconds that a connection may be idle between requests. Agents keep connections open for 5 seconds (httpx) or longer.
-An agent that sends a request just when the server closes the connection would see an error."""
-
 PROBE_SECONDS = 5.0
 """Pause between two attempts to reach the engines that were down at the start."""
 
@@ -116,7 +112,7 @@ def run(
             told["socket"] = None if socket_path is None else str(socket_path)
             print(json.dumps(told | {"admin_key_file": None if key_file is None else str(key_file)}), flush=True)
 
-        config = ServerConfig(app, limits, limits.stop_seconds, timeout_keep_alive=KEEP_ALIVE_SECONDS)
+        config = ServerConfig(app, limits, limits.stop_seconds)
         try:
             with contextlib.suppress(KeyboardInterrupt):
                 Server(config, ready).run(sockets=listeners)

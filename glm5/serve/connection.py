@@ -48,6 +48,9 @@ GARBAGE = 20_000
 each collection would look at again."""
 MOST_HEAD = 1 << 16
 """Maximum bytes of the head of a request."""
+KEEP_ALIVE_SECONDS = 75
+"""Seconds that a connection may be idle between requests: longer than clients keep one (httpx 5, aiohttp 15, nginx 60).
+A client that sends a request just when the server closes the connection would see an error."""
 FULL = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 1\r\ncontent-length: 0\r\n\r\n"
 TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
@@ -152,7 +155,9 @@ def announce(sockets: Iterable[socket.socket]) -> None:
 class ServerConfig(uvicorn.Config):
     """uvicorn's settings for `app` under `limits`, with `stop_seconds` to finish. `rest` goes to uvicorn."""
 
-    def __init__(self, app: Any, limits: Limits, stop_seconds: float, **rest: Any) -> None:
+    def __init__(
+        self, app: Any, limits: Limits, stop_seconds: float, timeout_keep_alive: int = KEEP_ALIVE_SECONDS, **rest: Any
+    ) -> None:
         self.limits = limits
         super().__init__(
             app,
@@ -163,6 +168,7 @@ class ServerConfig(uvicorn.Config):
             access_log=False,
             proxy_headers=False,  # `access` handles them
             timeout_graceful_shutdown=max(1, round(stop_seconds)),
+            timeout_keep_alive=timeout_keep_alive,
             **rest,
         )
 

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from glm5.serve.connection import SPARE, fitted
+from glm5.serve.connection import SPARE, ServerConfig, fitted
 from glm5.serve.options import Limits
 
 CHAT = "/v1/chat/completions"
@@ -209,6 +209,12 @@ def test_idle_connections_make_room(server: Server) -> None:
                 stack.enter_context(server.connect(HALF))
         assert server.healthy() and server.files() < 95
         assert [line for line in lines if line][-1] == "data: [DONE]"
+
+
+def test_no_client_or_proxy_keeps_an_idle_connection_longer_than_the_server() -> None:
+    """Else a request that is sent just when the server closes its connection would fail."""
+    config = ServerConfig(None, Limits(), 1.0)
+    assert config.timeout_keep_alive > max(httpx.Limits().keepalive_expiry or 0, 60)  # nginx keeps them for 60 s
 
 
 def test_limits_follow_the_file_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
