@@ -15,7 +15,7 @@ from glm5.errors import UsageError
 
 Only = Annotated[list[str], typer.Option("--only", help="Package of the list to use; may be repeated.")]
 Kinds = Annotated[
-    list[str], typer.Option("--source", help="versions, patches, mutate or featadd; default: all but featadd.")
+    list[str], typer.Option("--source", help="versions, patches, commits, mutate or featadd; default: all but featadd.")
 ]
 Modules = Annotated[list[str], typer.Option("--stdlib", help="Module of Python's library to use instead of packages.")]
 Repos = Annotated[list[Path], typer.Option("--repo", help="Local git repository to use instead of packages.")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from glm5.errors import DataError, UsageError, nearest
 from glm5.tasks.swe.build import Build, Job
 from glm5.tasks.swe.candidate import Repository, Source
-from glm5.tasks.swe.commits import fixes, open_commit
+from glm5.tasks.swe.commits import Commit, Commits, clone, fixes, open_commit
 from glm5.tasks.swe.debian import Patch
 from glm5.tasks.swe.driver import DRIVERS
 from glm5.tasks.swe.featadd import FeatAdd
@@ -27,8 +27,8 @@ from glm5.tasks.swe.validate import Rules
 from glm5.tasks.swe.versions import Versions
 from glm5.tasks.swe.written import Ask
 
-SOURCES = ("versions", "patches", "mutate", "featadd")
-DEFAULT = SOURCES[:3]  # `featadd` needs a model
+SOURCES = ("versions", "patches", "commits", "mutate", "featadd")
+DEFAULT = SOURCES[:4]  # `featadd` needs a model
 MOST_LINES = 300  # changed lines of a version taken back, for Debian's releases are far apart
 MOST_COMMITS = 200
 Opened = tuple[Repository, Sequence[Source]]
@@ -64,17 +64,20 @@ def make(
     differ. `featadd` is the source of that name; for `ask`, `audit` and `audited` see `Build`.
 
     With `modules` (of the interpreter's library) or `repos` (local git repositories, whose tests need the packages
-    `requires`), the list of packages `listed` is left out. Raises UsageError for an unknown name, DataError for a bad
-    list.
+    `requires`), the list of packages `listed` is left out. In other languages than Python the list says how the tests
+    of a repository run, in the entry that has the name of its folder, and there are no `modules`. Raises UsageError for
+    an unknown name, DataError for a bad list.
     """
     for source in sources:
         if source not in SOURCES:
             raise UsageError(f"unknown source {source}{nearest(source, SOURCES)}; there are {', '.join(SOURCES)}.")
+    if language != "python" and (modules or requires):
+        raise UsageError("--stdlib and --requires are for Python.")
     if "featadd" in sources and (featadd is None or language != "python" or modules or repos):
         raise UsageError("the source featadd needs a model, and packages in Python from the list.")
-    build = Build(
-        out, work, seed, rules or Rules(), DRIVERS[language], derived, _named(manifest), told, ask, audit, audited
-    )
+    rows = _rows(manifest)
+    named = None if rows is None else {row["id"]: row["sha256"] for row in rows}
+    build = Build(out, work, seed, rules or Rules(), DRIVERS[language], derived, named, told, ask, audit, audited)
     if featadd is not None:
         featadd = replace(featadd, stopping=lambda: build.stopping)
     if language == "python":
@@ -88,10 +91,16 @@ def make(
         pinned = CONSTRAINTS if listed is None else None
         opened: Opener = lambda package, version: (open_package(package, common, work, version, pinned), ())  # noqa: E731
     else:
-        chosen = _chosen(imports.packages(language, listed), only)
+        chosen = _chosen(imports.packages(language, listed), [*only, *(repo.resolve().name for repo in repos)])
+        places = {repo.resolve().name: str(repo.resolve()) for repo in repos}
+        chosen = [
+            replace(p, source="git", origin=places[p.name], version="HEAD", previous=()) if p.name in places else p
+            for p in chosen
+        ]
         opened = lambda package, version: imports.open_package(package, language, work, version)  # noqa: E731
-    rounds = itertools.zip_longest(*(_jobs(package, sources, opened, featadd) for package in chosen))
-    jobs = [job for found in rounds for job in found if job is not None]  # packages in turn
+    jobs = _in_turn(_jobs(package, sources, opened, featadd) for package in chosen)
+    if "commits" in sources and language != "python":
+        jobs += _in_turn(_history(p.history, language, work, rows) for p in chosen if p.history)
     made = build.run(jobs, per_package, count, at_once)["sources"]
     if "mutate" in sources:
         half = 2 * sum(row["tasks"] for source, row in made.items() if source != "mutate")
@@ -103,15 +112,20 @@ def make(
     return build.summary()
 
 
-def _named(manifest: Path | None) -> dict[str, str] | None:
-    """Task id to digest of a manifest's rows. Raises DataError if it is none."""
+def _rows(manifest: Path | None) -> list[dict[str, str]] | None:
+    """Id, digest, package and version of a manifest's tasks. Raises DataError if it is none."""
     if manifest is None:
         return None
     try:
         rows = [json.loads(line) for line in manifest.read_text(encoding="utf-8").splitlines()]
-        return {str(row["id"]): str(row["sha256"]) for row in rows}
+        return [{key: str(row[key]) for key in ("id", "sha256", "package", "version")} for row in rows]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{manifest}: not a manifest of tasks: {error!r:.200}") from None
+
+
+def _in_turn(jobs: Iterable[Sequence[Job]]) -> list[Job]:
+    """The jobs of several packages, one of each in turn."""
+    return [job for found in itertools.zip_longest(*jobs) for job in found if job is not None]
 
 
 def _chosen(entries: Sequence[Any], only: Sequence[str]) -> list[Any]:
@@ -153,6 +167,31 @@ def _jobs(package: Any, sources: Sequence[str], opened: Opener, featadd: FeatAdd
     if featadd is not None and "featadd" in sources:
         jobs.append(Job(f"{package.name} features", lambda: (opened(package, "")[0], [featadd])))
     return jobs
+
+
+def _history(
+    package: imports.Package, language: str, work: Path, rows: Sequence[Mapping[str, str]] | None
+) -> list[Job]:
+    """A job for each bug fix in a git repository, or for those that `rows` of a manifest name."""
+
+    def fixed(repo: Path, commit: Commit) -> Opened:
+        return imports.open_package(package, language, work, commit.hash)[0], [Commits(repo, commit, files)]
+
+    def fails(error: DataError) -> Opened:
+        raise error
+
+    wanted = None if rows is None else {row["version"] for row in rows if row["package"] == package.name}
+    files = imports.files_of(package, language)
+    try:
+        repo = clone(package.origin, package.name, work)
+        found = list(fixes(repo, MOST_COMMITS, files, package.version))
+    except DataError as error:  # such as no network; other packages go on
+        return [Job(package.name, functools.partial(fails, error))]
+    return [
+        Job(f"{package.name} {commit.hash[:12]}", functools.partial(fixed, repo, commit))
+        for commit in found
+        if wanted is None or commit.hash[:12] in wanted
+    ]
 
 
 def _commit_jobs(repo: Path, requirements: tuple[str, ...], work: Path) -> list[Job]:

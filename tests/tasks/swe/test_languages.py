@@ -232,7 +232,20 @@ def test_lists_of_packages_are_well_formed() -> None:
     for language in SYNTAX:
         entries = imports.packages(language)
         assert entries
-        assert all(entry.tests and entry.version and entry.source in ("npm", "debian", "deb") for entry in entries)
+        assert all(e.tests and e.version and e.source in ("npm", "debian", "deb", "git") for e in entries)
+        histories = [e.history for e in entries if e.history]
+        assert all(h.origin.startswith("https://") and len(h.version) == 40 and h.licence for h in histories)
+
+
+def test_globs_of_a_history_are_those_of_folders(tmp_path: Path) -> None:
+    names = "a.js lib/a.js lib/b/a.js lib/b/c/a.jsx test/a.js test/b/x.js".split()
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    for glob in ("*.js", "lib/*.js", "lib/**/*.js", "**/*.js", "**/*", "test/**/x.?s", "lib/b/**/*.jsx"):
+        package = imports.Package("x", "git", "node", (glob,), "1")
+        found = {path.relative_to(tmp_path).as_posix() for path in tmp_path.glob(glob) if path.is_file()}
+        assert {name for name in names if imports.files_of(package, "javascript").is_test(name)} == found
 
 
 def test_a_release_is_taken_back_in_any_language(tmp_path: Path) -> None:

@@ -146,6 +146,88 @@ def test_no_program_of_a_repository_runs(history: Path, tmp_path: Path, monkeypa
     assert repository.read("tiny/ranges.py") == CLIP and not (tmp_path / "ran").exists()
 
 
+LISTED = """
+[all]
+framework = "node"
+tests = ["test/**/*.test.js"]
+exclude = ["test/slow.test.js"]
+
+[package.project]
+source = "npm"
+version = "1.0"
+previous = ["0.9"]
+
+[package.elsewhere]
+source = "git"
+origin = "ext::sh -c 'touch ran'"
+version = "HEAD"
+
+[package.other]
+source = "npm"
+version = "1.0"
+git = "https://example.com/other@HEAD"
+licence = "MIT"
+"""
+
+
+@pytest.fixture
+def commits_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs `make` on repositories in JavaScript; the jobs that it would do, by name."""
+    pytest.importorskip("tree_sitter", reason="tree-sitter (the extra swe) is not installed.")
+    (tmp_path / "list.toml").write_text(LISTED)
+
+    def run(**options: Any) -> dict[str, Any]:
+        jobs: dict[str, Any] = {}
+        monkeypatch.setattr(
+            Build, "run", lambda self, found, *rest: jobs.update({j.name: j for j in found}) or {"sources": {}}
+        )
+        work, listed = tmp_path / "work", tmp_path / "list.toml"
+        make(tmp_path / "out", work=work, listed=listed, language="javascript", sources=["commits"], **options)
+        return jobs
+
+    return run
+
+
+def written_in_js(repo: Path) -> Path:
+    repo.mkdir(parents=True)
+    subprocess.run(["git", "init", "-q", str(repo)], check=True, capture_output=True)
+    commit(repo, "Start", {"clip.js": "1\n", "test/a/clip.test.js": "2\n", "LICENSE": "MIT License\n"})
+    commit(repo, "Fix the upper end of clip (#7)", {"clip.js": "3\n", "test/a/clip.test.js": "4\n", "x.py": "5\n"})
+    commit(repo, "Fix what no listed test looks at", {"clip.js": "6\n", "test/slow.test.js": "7\n"})
+    commit(repo, "Fix a wrong word of a test only", {"test/a/clip.test.js": "8\n", "dist/clip.js": "9\n"})
+    return repo
+
+
+def test_the_history_of_a_repository_in_another_language(commits_of: Any, tmp_path: Path) -> None:
+    repo = written_in_js(tmp_path / "project")
+    (name,) = jobs = commits_of(repos=[repo])
+    repository, sources = jobs[name].opened()
+    (candidate,) = sources[0].candidates(repository, 0)
+    assert dict(candidate.changes) == {"clip.js": "1\n"} and candidate.description == "Fix the upper end of clip"
+    assert repository.read("clip.js") == "3\n" and repository.test_files == ("test/a/clip.test.js",)
+    assert (repository.licence, repository.version) == ("MIT License", name.split()[1])
+    assert repository.origin.startswith("git:" + name.split()[1])
+    row = '{"id": "a", "sha256": "b", "package": "project", "version": "%s"}\n'
+    for version, found in ((repository.version, [name]), ("0" * 12, [])):
+        (tmp_path / "m.jsonl").write_text(row % version)
+        assert list(commits_of(repos=[repo], manifest=tmp_path / "m.jsonl")) == found
+    with pytest.raises(UsageError, match="no package unlisted"):
+        commits_of(repos=[tmp_path / "unlisted"])
+    with pytest.raises(UsageError, match="for Python"):
+        commits_of(repos=[repo], requires=["hypothesis"])
+
+
+def test_a_listed_repository_is_cloned_once_and_others_go_on(commits_of: Any, tmp_path: Path) -> None:
+    (tmp_path / "work/git").mkdir(parents=True)
+    written_in_js(tmp_path / "other").rename(tmp_path / "work/git/other.git")
+    jobs = commits_of(only=["elsewhere", "other"])
+    assert sorted(name.split()[0] for name in jobs) == ["elsewhere", "other"]
+    with pytest.raises(DataError, match="https://"):
+        jobs["elsewhere"].opened()
+    (other,) = (jobs[name].opened()[0] for name in jobs if name != "elsewhere")
+    assert other.licence == "MIT" and not Path("ran").exists()
+
+
 def test_a_folder_without_history_is_a_data_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="git log"):
         list(fixes(tmp_path, 10))
@@ -203,7 +285,7 @@ def test_at_most_half_are_mutations_unless_they_are_named(
         return {"sources": {"versions": {"tasks": 3}, "mutate": {"tasks": 1}}}
 
     monkeypatch.setattr(Build, "run", run)
-    (tmp_path / "m.jsonl").write_text('{"id": "a", "sha256": "b"}\n')
+    (tmp_path / "m.jsonl").write_text('{"id": "a", "sha256": "b", "package": "parso", "version": "1"}\n')
     make(tmp_path, work=tmp_path, only=["parso"], manifest=tmp_path / "m.jsonl" if named else None)
     assert limits == [None, most]
 

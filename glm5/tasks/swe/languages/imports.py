@@ -5,8 +5,11 @@ The list of packages of a language is `languages/packages/LANGUAGE.toml`, one ta
 ```
 [package.NAME]
 source = "npm"                # or "debian": a source package of one of the releases in debian.SUITES;
-                              # or "deb": a binary package that has the source and its tests, such as a Rust crate
-origin = "libname"            # the package's name there, if it is not NAME
+                              # or "deb": a binary package that has the source and its tests, such as a Rust crate;
+                              # or "git": the versions are commits of the repository `origin`
+origin = "libname"            # the package's name there, if it is not NAME; of git the URL
+git = "https://a.b/c@COMMIT"  # its repository and the newest commit for the source `commits`, if `source` is another
+licence = "MIT"               # of the repository; default: the first line of its licence
 folder = "a/b"                # folder of the package (a glob) that is the repository; default: all
 version = "1.2.3"
 previous = ["1.2.2", "1.2.1"] # older versions, newest first, for the source `versions`; "ruby-x=1.2.1-1" is a
@@ -43,6 +46,7 @@ from typing import Any
 from glm5.errors import DataError
 from glm5.files import sha256_file
 from glm5.tasks.swe.candidate import Repository
+from glm5.tasks.swe.commits import Files, clone, commit_tree
 from glm5.tasks.swe.debian import Patch, SourceTree, binary_tree, download, run, source_tree
 from glm5.tasks.swe.driver import fill_cache
 from glm5.tasks.swe.languages import compiled, crates
@@ -98,6 +102,16 @@ class Package:
     build: Mapping[str, Any] = field(default_factory=dict)
     folder: str = ""
     keep: tuple[str, ...] = ()
+    licence: str = ""
+    git: str = ""
+
+    @property
+    def history(self) -> Package | None:
+        """This package in its git repository, if one is named."""
+        if self.source == "git":
+            return self
+        origin, _, commit = self.git.rpartition("@")
+        return replace(self, source="git", origin=origin, version=commit, git="", previous=()) if origin else None
 
 
 def packages(language: str, path: Path | None = None) -> list[Package]:
@@ -122,6 +136,7 @@ def open_package(
     are applied to it. Raises DataError."""
     opened: dict[str, Callable[[str, str, Path], SourceTree]] = {
         "npm": _npm, "debian": source_tree, "deb": functools.partial(_binary, language),
+        "git": functools.partial(_commit, package),
     }  # fmt: skip
     if package.source not in opened:
         raise DataError(f"{package.name}: unknown source {package.source!r}; there are {', '.join(opened)}.")
@@ -192,12 +207,7 @@ def from_tree(tree: SourceTree, package: Package, language: str, site: tuple[str
     tops = {file.split("/", 1)[0] for file in tests if "/" in file and file.split("/", 1)[0] in TEST_TOPS}
     protected = {*tops, *(f for f in tests if f.split("/", 1)[0] not in tops), *PROTECTED[language], *package.protected}
     found = _matching(root, package.sources or ("**/*",), excluded)
-    own = tuple(suffix for suffix in SYNTAX[language].grammars)
-    sources = tuple(
-        f for f in found
-        if f.endswith(own) and f not in tests and not set(f.split("/")[:-1]) & (NOT_SOURCE | TEST_TOPS)
-        and not NO_SOURCE_FILE.search(f)
-    )  # fmt: skip
+    sources = tuple(f for f in found if f not in tests and _is_source(f, language))
     args = package.args
     if language == "go":
         args = (package.paths[0] if package.paths != (".",) else _import_path(tree), *args)
@@ -206,6 +216,32 @@ def from_tree(tree: SourceTree, package: Package, language: str, site: tuple[str
         tuple(sorted(protected)), framework=package.framework, site=site, packages=package.requires, sources=sources,
         language=language, args=args, build=package.build,
     )  # fmt: skip
+
+
+def files_of(package: Package, language: str) -> Files:
+    """Which paths in the history of a package are its sources and tests."""
+    globs = (package.tests, package.exclude, package.sources or ("**/*",))
+    tests, excluded, sources = (_pattern(patterns) for patterns in globs)
+
+    def is_test(path: str) -> bool:
+        return tests.fullmatch(path) is not None and not excluded.fullmatch(path)
+
+    return Files(lambda p: not is_test(p) and _is_source(p, language) and sources.fullmatch(p) is not None, is_test)
+
+
+def _is_source(path: str, language: str) -> bool:
+    return (
+        path.endswith(tuple(SYNTAX[language].grammars))
+        and not set(path.split("/")[:-1]) & (NOT_SOURCE | TEST_TOPS)
+        and not NO_SOURCE_FILE.search(path)
+    )
+
+
+def _pattern(globs: Sequence[str]) -> re.Pattern[str]:
+    """What `Path.glob` finds for one of `globs`."""
+    parts = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    found = ("".join(parts.get(t, re.escape(t)) for t in re.split(r"(\*\*/|\*\*|\*|\?)", glob)) for glob in globs)
+    return re.compile("|".join(found), re.DOTALL)
 
 
 TEST_TOPS = {"test", "tests", "spec", "Tests", "Test", "__tests__"}
@@ -231,6 +267,11 @@ def _binary(language: str, name: str, version: str, work: Path) -> SourceTree:
     if language not in BINARY:
         raise DataError(f"{name}: binary packages of {language} have no source files.")
     return binary_tree(name, version, BINARY[language], work)
+
+
+def _commit(package: Package, origin: str, version: str, work: Path) -> SourceTree:
+    tree = commit_tree(clone(origin, package.name, work), package.name, version, work)
+    return replace(tree, licence=package.licence or tree.licence)
 
 
 def _npm(name: str, version: str, work: Path) -> SourceTree:
