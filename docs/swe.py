@@ -12,7 +12,7 @@ from typing import Any
 from glm5.files import read_rows
 
 HERE = Path(__file__).parent / "results" / "swe"
-SOURCES = {"versions": "releases", "patches": "patches", "mutate": "mutations"}
+SOURCES = {"versions": "releases", "patches": "patches", "commits": "commits", "mutate": "mutations"}
 MARK = "<!-- tables -->\n"
 Row = dict[str, Any]
 

@@ -48,9 +48,9 @@ GARBAGE = 20_000
 each collection would look at again."""
 MOST_HEAD = 1 << 16
 """Maximum bytes of the head of a request."""
-KEEP_ALIVE_SECONDS = 75
-"""Seconds that a connection may be idle between requests: longer than clients keep one (httpx 5, aiohttp 15, nginx 60).
-A client that sends a request just when the server closes the connection would see an error."""
+KEEP_ALIVE_SECONDS = 120
+"""Seconds that a connection may be idle between requests: longer than most clients keep one (httpx 5, aiohttp 15,
+nginx 60, Go 90). A client that sends a request just when the server closes the connection would see an error."""
 FULL = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 1\r\ncontent-length: 0\r\n\r\n"
 TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
@@ -279,8 +279,10 @@ class Connection(asyncio.Protocol):
 
     def _asks_too_slowly(self, now: float) -> bool:
         state, limits = self.receiving, self.config.limits
-        # uvicorn's own timer covers idle keep-alive connections. The request cycle distinguishes successive requests.
-        phase = (None if self.timeout_keep_alive_task is not None else state, self.cycle)
+        # uvicorn's own timer covers idle keep-alive connections, but not those that were answered before their body had
+        # come. The request cycle distinguishes successive requests.
+        idle = self.timeout_keep_alive_task is not None and state != "body"
+        phase = (None if idle else state, self.cycle)
         if phase != self._phase:
             self._phase, self.since = phase, now
         if phase[0] == "head":

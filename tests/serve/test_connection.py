@@ -214,7 +214,7 @@ def test_idle_connections_make_room(server: Server) -> None:
 def test_no_client_or_proxy_keeps_an_idle_connection_longer_than_the_server() -> None:
     """Else a request that is sent just when the server closes its connection would fail."""
     config = ServerConfig(None, Limits(), 1.0)
-    assert config.timeout_keep_alive > max(httpx.Limits().keepalive_expiry or 0, 60)  # nginx keeps them for 60 s
+    assert config.timeout_keep_alive > max(httpx.Limits().keepalive_expiry or 0, 90)  # as long as Go's clients
 
 
 def test_limits_follow_the_file_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:

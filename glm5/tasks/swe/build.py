@@ -41,10 +41,12 @@ MOST_FAULTS = 5
 
 @dataclass(frozen=True)
 class Job:
-    """A repository that `opened` prepares, and the sources to draw from."""
+    """A repository that `opened` prepares, and the sources to draw from. The jobs of a `series` give as many tasks
+    together as one of others."""
 
     name: str
     opened: Callable[[], tuple[Repository, Sequence[Source]]]
+    series: str = ""
 
 
 @dataclass
@@ -70,6 +72,7 @@ class Build:
     def __post_init__(self) -> None:
         self._lock, self._faults, self._stopping = threading.Lock(), 0, False
         self._claimed: set[str] = set()
+        self._series = Counter[str]()
         self._read()
 
     def _read(self) -> None:
@@ -105,6 +108,10 @@ class Build:
     def _build(self, job: Job, wanted: int, count: int | None) -> None:
         if self._full(count) or self._stopping:
             return
+        if job.series and self.named is None:
+            wanted -= self._series[job.series]
+            if wanted <= 0:
+                return
         name = job.name
         if any(row["package"] == name and "reason" in row for row in list(self._rows["packages"])):
             self.told(f"{name}: unusable before; to try it again, delete its row in {self.out / 'packages.jsonl'}")
@@ -123,6 +130,7 @@ class Build:
                 clean = functools.cache(lambda: self._usable(name, repository))  # only for a candidate that is new
                 for source in sources:
                     made = self._draw(name, source.candidates(repository, self.seed), clean, wanted, count)
+                    self._series[job.series] += made
                     self.told(f"{name}: {made} tasks from {source.name}")
         except DataError as error:
             self._write("packages", {"package": name, "reason": str(error)[:500]})

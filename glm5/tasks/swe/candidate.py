@@ -44,6 +44,11 @@ class Repository:
     build: Mapping[str, Any] = field(default_factory=dict)
     bytecode: str = ""
 
+    @property
+    def title(self) -> str:
+        """Name and version; of a commit the name only, for its hash would lead to the fix."""
+        return self.name if self.origin.startswith("git") else f"{self.name} {self.version}"
+
     def read(self, path: str) -> str:
         """A file's text. Raises UnicodeDecodeError if it is not UTF-8; line ends are kept."""
         return (self.root / path).read_bytes().decode()

@@ -3,12 +3,10 @@ commits that only rename or move public functions and classes are taken back too
 
 from __future__ import annotations
 
-import os
+import hashlib
+import json
 import re
-import shutil
-import subprocess
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,9 +14,10 @@ from glm5.errors import DataError
 from glm5.tasks.swe.candidate import Candidate, Repository, Source
 from glm5.tasks.swe.debian import SourceTree
 from glm5.tasks.swe.debian import licence as licence_of
+from glm5.tasks.swe.git import changed, contents, git, parent_of, resolve, write_tree
 from glm5.tasks.swe.renames import renamed
-from glm5.tasks.swe.repositories import from_tree, install, unpack
-from glm5.tasks.swe.versions import scrub
+from glm5.tasks.swe.repositories import from_tree, install
+from glm5.tasks.swe.versions import CHANGELOG, scrub
 
 OTHER_TYPES = re.compile(
     r"\s*(chore|docs?|feat|feature|refactor|style|tests?|ci|build|perf|revert|release|bump|merge|wip)\b.{0,40}?[:!(]|"
@@ -33,10 +32,24 @@ FIX = re.compile(
 RENAME = re.compile(r"\b(renam(e[sd]?|ing)|mov(e[sd]?|ing))\b", re.IGNORECASE)
 SHORTEST_MESSAGE = 20  # characters after scrubbing
 MOST_CHANGED = 400  # changed lines outside of the tests
-GIT_S = 120.0
-CLONE_S = 1800.0
-PROXIES = {"https_proxy", "HTTPS_PROXY", "no_proxy", "NO_PROXY", "SSL_CERT_FILE", "GIT_SSL_CAINFO"}
-_LOCK = threading.Lock()
+TRAILER = re.compile(
+    r"\s*((?:[\w-]+-by|cc|git-svn-id|link|url|refs?|references?|reviewed[- ]at|bug-url|see[- ]also)\s*:.*|"
+    r"(?:bug|issue|fix(?:es)?|closes?|resolves?)\s*:\s*(?=\S*\d)\S+\s*)$",
+    re.IGNORECASE,
+)
+VERB = re.compile(r"\b(fix(?:e[sd])?|close[sd]?|resolve[sd]?)\s+#\d+(?=\s+[a-z])", re.IGNORECASE)  # not of the number
+TICKET = re.compile(
+    r"\[?\b(?!(?:UTF|UCS|SHA|MD|ISO|IEC|IEEE|ECMA|RFC|AES|RSA|GB|CP|UTC|GMT|TLS|HTTP|BASE|X)-)[A-Z][A-Z0-9]+-\d+\b\]?:?"
+)  # of JIRA
+REFERENCE = re.compile(
+    r"\(?\b(?:(?:MR|PR|bug|issue|ticket|pull)s?\s*(?:request\s*)?[:/#]*\s*\d+|commits?\s+[0-9a-f]{6,40})\b\)?|"
+    r"(?<![^\s(])!\d+\b",
+    re.IGNORECASE,
+)
+ADDRESS = re.compile(r"<[^<>\s]*@[^<>\s]*>|[\w.+-]+@[\w-]+\.[\w.-]+")
+PROSE = (".md", ".markdown", ".rst", ".adoc")
+TEST_FOLDERS = {"test", "tests", "testing", "testdata", "spec", "specs", "fixtures", "__tests__"}
+TEST_NAME = re.compile(r"(.*[._-])?(test|tests|spec)([._-].*)?\.\w+|.*[a-z0-9]Tests?\.\w+")
 
 
 @dataclass(frozen=True)
@@ -56,108 +69,78 @@ class Files:
     is_test: Callable[[str], bool]
 
 
-def git(repo: Path, *arguments: str, env: Mapping[str, str] | None = None, timeout: float = GIT_S) -> bytes:
-    """Run git without the user's configuration, and without hooks and helpers of the repository, which may come from
-    anywhere; nor does it fetch what a partial clone lacks. Raises DataError."""
-    command = ["git", "-C", str(repo), "-c", "log.showSignature=false", "-c", "core.fsmonitor=false", "-c",
-               "core.hooksPath=/dev/null", "-c", "safe.directory=*", *arguments]  # fmt: skip
-    environment = {"PATH": os.environ.get("PATH", "/usr/bin:/bin"), "GIT_CONFIG_GLOBAL": os.devnull,
-                   "GIT_CONFIG_SYSTEM": os.devnull, "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C.UTF-8",
-                   "GIT_ALLOW_PROTOCOL": "none", "GIT_NO_LAZY_FETCH": "1", **(env or {})}  # fmt: skip
-    try:
-        done = subprocess.run(command, capture_output=True, env=environment, timeout=timeout)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise DataError(f"git {arguments[0]} in {repo}: {error}") from None
-    if done.returncode:
-        raise DataError(f"git {arguments[0]} in {repo}: {done.stderr.decode(errors='replace').strip()[:300]}")
-    return done.stdout
-
-
-def without_filters(repo: Path) -> dict[str, str]:
-    """Variables that have git write files as they are, whatever programs the repository names to convert them."""
-    names = git(repo, "config", "-z", "--name-only", "--list").decode(errors="surrogateescape").split("\0")
-    names = [name for name in dict.fromkeys(names) if name.startswith("filter.")]
-    found = {"GIT_CONFIG_COUNT": str(len(names))}
-    for number, name in enumerate(names):
-        found[f"GIT_CONFIG_KEY_{number}"] = name
-        found[f"GIT_CONFIG_VALUE_{number}"] = "false" if name.endswith(".required") else ""
-    return found
-
-
 def is_fix(message: str) -> bool:
     """Whether a commit message is of a bug fix: no other type is named, and there is a positive sign."""
     subject = message.strip().split("\n", 1)[0]
     return not OTHER_TYPES.match(subject) and FIX.search(message) is not None
 
 
-def clone(origin: str, name: str, work: Path) -> Path:
-    """`origin` if it is a local repository, else a bare clone of this URL, made once. Raises DataError."""
-    if Path(origin).is_dir():
-        return Path(origin)
-    folder = work / "git" / f"{name}.git"
-    with _LOCK:
-        if not folder.is_dir():
-            if not origin.startswith("https://"):
-                raise DataError(f"{name}: no local repository and no https:// URL: {origin!r:.200}.")
-            part = folder.with_name(f"{folder.name}.part")
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
-            allowed = {"GIT_ALLOW_PROTOCOL": "https", **{k: v for k, v in os.environ.items() if k in PROXIES}}
-            git(part, "clone", "--bare", "--quiet", "--", origin, ".", env=allowed, timeout=CLONE_S)
-            part.replace(folder)
-    return folder
-
-
-def commit_tree(repo: Path, name: str, commit: str, work: Path) -> SourceTree:
-    """The files of a commit, without links and without history. Raises DataError."""
-    commit = git(repo, "rev-parse", "--verify", "--end-of-options", f"{commit}^{{commit}}").decode().strip()
-    root = work / "trees" / f"{name}-{commit[:12]}"
-    with _LOCK:
-        if not root.is_dir():
-            archive = work / "sdists" / f"{root.name}.tar"
-            archive.parent.mkdir(parents=True, exist_ok=True)
-            command = ("archive", "--format=tar", "--prefix=tree/", commit)
-            archive.write_bytes(git(repo, *command, env=without_filters(repo)))
-            unpack(archive, root)
-            archive.unlink()
-    return SourceTree(root, commit[:12], licence_of(root), f"git:{commit}")
+def message_of(text: str) -> str:
+    """A commit's message without what names the commit, its issue or people, also in other forms than `scrub` knows."""
+    lines = [line for line in text.splitlines() if not TRAILER.match(line)]
+    text = VERB.sub(r"\1", "\n".join(lines))
+    for pattern in (TICKET, REFERENCE, ADDRESS):
+        text = pattern.sub("", text)
+    return scrub(text)
 
 
 def fixes(repo: Path, most: int, files: Files | None = None, until: str = "HEAD") -> Iterator[Commit]:
-    """Bug fixes up to the commit `until` that change both sources and tests, newest first, at most `most`. The default
-    of `files` are Python's, of which renames are found too. Raises DataError if `repo` is no git repository."""
-    raw = git(repo, "log", "--no-merges", "--format=%H%x00%P%x00%B%x00%x01", until, "--").decode(errors="replace")
-    found = 0
-    for record in raw.split("\x01"):
+    """Bug fixes up to the commit `until` that change both sources and tests, newest first, at most `most`; one that
+    comes twice, once. The default of `files` are Python's, of which renames are found too. Raises DataError if `repo`
+    is no git repository."""
+    last, found = resolve(repo, until), set[frozenset[tuple[str, str | None, str | None]]]()
+    raw = git(repo, "rev-list", "--no-merges", "--encoding=UTF-8", "--format=%H%x00%P%x00%B%x00%x01", last)
+    for record in raw.decode(errors="replace").split("\x01"):
         fields = record.strip("\n").split("\0")
-        if len(fields) < 3 or len(fields[1].split()) != 1 or found >= most:
+        if len(fields) < 3 or len(fields[1].split()) != 1:
             continue
-        message = scrub(fields[2])
-        fix = is_fix(fields[2])
+        message, fix = message_of(fields[2]), is_fix(fields[2])
         rename = files is None and RENAME.search(fields[2].strip().split("\n", 1)[0])
         if not (fix or rename) or len(message) < SHORTEST_MESSAGE:
             continue
-        commit = Commit(fields[0], fields[1], message)
-        if _suits(repo, commit, files or PYTHON) and (fix or renamed(*_states(repo, commit, PYTHON))):
-            found += 1
+        commit = Commit(fields[0].rsplit("\n", 1)[-1], fields[1], message)
+        key = _suits(repo, commit, files or PYTHON)
+        if key and key not in found and (fix or renamed(*_states(repo, commit, PYTHON))):
+            found.add(key)
             yield commit
+            if len(found) == most:
+                return
 
 
-def _suits(repo: Path, commit: Commit, files: Files) -> bool:
-    tests = others = lines = 0
-    for row in (
-        git(repo, "diff", "--numstat", "--no-renames", "--no-ext-diff", commit.parent, commit.hash)
-        .decode(errors="replace")
-        .splitlines()
-    ):
-        added, removed, path = row.split("\t", 2)
-        if not added.isdigit():
-            continue
-        if files.is_test(path):
-            tests += 1
-        elif files.is_source(path):
-            others, lines = others + 1, lines + int(added) + int(removed)
-    return tests > 0 and others > 0 and lines <= MOST_CHANGED
+def _suits(repo: Path, commit: Commit, files: Files) -> frozenset[tuple[str, str | None, str | None]]:
+    """What the commit changes in sources, if it changes tests too and not too much."""
+    blobs = changed(repo, commit.parent, commit.hash)
+    sources = {path: pair for path, pair in blobs.items() if files.is_source(path)}
+    if not sources or not any(files.is_test(path) for path in blobs):
+        return frozenset()
+    options = ("diff-tree", "-r", "--numstat", "-z", "--no-renames", "--no-ext-diff", "--no-textconv", "--text")
+    rows = git(repo, *options, commit.parent, commit.hash).decode(errors="replace").split("\0")
+    counts = [row.split("\t", 2) for row in rows if row.count("\t") >= 2]
+    lines = sum(int(added) + int(removed) for added, removed, path in counts if path in sources)
+    return frozenset((path, *pair) for path, pair in sources.items()) if lines <= MOST_CHANGED else frozenset()
+
+
+def commit_tree(repo: Path, name: str, version: str, work: Path, files: Files) -> SourceTree:
+    """The files of a commit, without history. Documents, which may tell of the fix, and test files that `files` does
+    not know are as in its parent. Raises DataError."""
+    commit = resolve(repo, version)
+    parent = parent_of(repo, commit)
+    blobs = {} if parent is None else changed(repo, parent, commit)
+    instead = {path: old for path, (old, _) in blobs.items() if _stays(path, files)}
+    key = hashlib.sha256(json.dumps([commit, sorted(instead)]).encode()).hexdigest()[:12]
+    root = write_tree(repo, commit, work / "commits" / f"{name.replace('/', '-')}-{key}", instead)
+    said = licence_of(root)
+    return SourceTree(root, commit[:12], "unknown" if "debian" in said else said, f"git:{commit}")
+
+
+def _stays(path: str, files: Files) -> bool:
+    *folders, name = path.split("/")
+    if files.is_test(path):
+        return False
+    if TEST_NAME.fullmatch(name):
+        return True
+    told = name.lower().endswith(PROSE) or CHANGELOG.fullmatch(name) is not None
+    return told and not TEST_FOLDERS & {folder.lower() for folder in folders}
 
 
 def is_test(path: str) -> bool:
@@ -177,10 +160,10 @@ def open_commit(
     repo: Path, commit: Commit, requirements: tuple[str, ...], work: Path, licence: str
 ) -> tuple[Repository, Sequence[Source]]:
     """The state after a commit as a repository without history, and its source. Raises DataError."""
-    name = repo.resolve().name
-    tree = commit_tree(repo, name, commit.hash, work)
+    name = repo.resolve().name.removesuffix(".git")
+    tree = commit_tree(repo, name, commit.hash, work, PYTHON)
     site = install(requirements, work / "bases")
-    made = from_tree(tree.root, name, tree.version, licence, "git", (str(site),))
+    made = from_tree(tree.root, name, tree.version, licence, tree.origin, (str(site),))
     return replace(made, packages=requirements), [Commits(repo, commit)]
 
 
@@ -193,24 +176,30 @@ class Commits:
         self.repo, self.commit, self.files = repo, commit, files
 
     def candidates(self, repository: Repository, seed: int) -> Iterator[Candidate]:
-        changes, fixed = _states(self.repo, self.commit, self.files)
+        try:
+            changes, fixed = _states(self.repo, self.commit, self.files)
+            same = all(text is None or repository.read(path) == text for path, text in fixed.items())
+        except (DataError, OSError, UnicodeDecodeError):  # an object is missing, or a file is not in the repository
+            return
+        odd = any(not path.isprintable() or any(f"{path}/" in other for other in changes) for path in changes)
+        if not changes or not same or odd:
+            return
         missing = renamed(changes, fixed) if repository.language == "python" else ()
-        if changes:
-            yield Candidate(repository, self.name, changes, "refactor" if missing else "bug-fix", notes=("commit",),
-                            description=self.commit.message, missing=missing,
-                            tier="hard" if len(changes) > 1 else "single")  # fmt: skip
+        yield Candidate(repository, self.name, changes, "refactor" if missing else "bug-fix", notes=("commit",),
+                        description=self.commit.message, missing=missing,
+                        tier="hard" if len(changes) > 1 else "single")  # fmt: skip
 
 
 def _states(repo: Path, commit: Commit, files: Files) -> tuple[dict[str, str | None], dict[str, str | None]]:
     """The sources that a commit changes, before and after it; None for an absent one. Both are empty if one of them is
-    not UTF-8."""
-    status = git(repo, "diff", "--name-status", "--no-renames", "--no-ext-diff", commit.parent, commit.hash)
-    before, after = dict[str, str | None](), dict[str, str | None]()
+    not UTF-8. Raises DataError if an object is missing."""
+    blobs = {p: pair for p, pair in changed(repo, commit.parent, commit.hash).items() if files.is_source(p)}
+    data = contents(repo, [blob for pair in blobs.values() for blob in pair if blob is not None])
     try:
-        for kind, path in (row.split("\t", 1) for row in status.decode(errors="replace").splitlines()):
-            if files.is_source(path) and not files.is_test(path):
-                before[path] = None if kind == "A" else git(repo, "show", f"{commit.parent}:{path}").decode()
-                after[path] = None if kind == "D" else git(repo, "show", f"{commit.hash}:{path}").decode()
+        before, after = (
+            {path: None if (blob := pair[side]) is None else data[blob].decode() for path, pair in blobs.items()}
+            for side in (0, 1)
+        )
     except UnicodeDecodeError:
         return {}, {}
     return before, after

@@ -150,7 +150,7 @@ def task_toml(candidate: Candidate, spec: Mapping[str, Any]) -> str:
     budget = float(spec["timeout_s"] * len(spec["runs"]) + 60)
     return (
         f'schema_version = "1.4"\n\n[task]\nname = "glm5/swe-{candidate.id}"\nversion = "1.0"\n'
-        f"description = {json.dumps(f'{candidate.kind} in {repository.name} {repository.version}')}\n"
+        f"description = {json.dumps(f'{candidate.kind} in {repository.title}')}\n"
         f'keywords = ["swe", "{repository.language}", {json.dumps(candidate.kind)}]\n\n[metadata]\n{metadata}\n'
         f"[agent]\ntimeout_sec = 1800.0\n\n[verifier]\ntimeout_sec = {budget}\n\n"
         f"[environment]\nbuild_timeout_sec = 600.0\ncpus = 1\nmemory_mb = 2048\nstorage_mb = 1024\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +14,11 @@ from typing import Any
 from glm5.errors import DataError, UsageError, nearest
 from glm5.tasks.swe.build import Build, Job
 from glm5.tasks.swe.candidate import Repository, Source
-from glm5.tasks.swe.commits import Commit, Commits, clone, fixes, open_commit
+from glm5.tasks.swe.commits import Commit, Commits, fixes, open_commit
 from glm5.tasks.swe.debian import Patch
 from glm5.tasks.swe.driver import DRIVERS
 from glm5.tasks.swe.featadd import FeatAdd
+from glm5.tasks.swe.git import clone
 from glm5.tasks.swe.languages import imports
 from glm5.tasks.swe.languages.mutate import SyntaxMutations
 from glm5.tasks.swe.mutate import Mutations
@@ -73,6 +75,9 @@ def make(
             raise UsageError(f"unknown source {source}{nearest(source, SOURCES)}; there are {', '.join(SOURCES)}.")
     if language != "python" and (modules or requires):
         raise UsageError("--stdlib and --requires are for Python.")
+    if language == "python" and list(sources) == ["commits"] and not repos:
+        raise UsageError("--source commits needs --repo in Python.")
+    places = _places(repos)
     if "featadd" in sources and (featadd is None or language != "python" or modules or repos):
         raise UsageError("the source featadd needs a model, and packages in Python from the list.")
     rows = _rows(manifest)
@@ -85,22 +90,21 @@ def make(
         if modules or repos:
             jobs = [Job(module, functools.partial(_open_module, module, work)) for module in modules]
             needed = tuple(sorted({*common, *requires}))
-            jobs += [job for repo in repos for job in _commit_jobs(repo, needed, work)]
+            jobs += [job for name, repo in places.items() for job in _commit_jobs(name, repo, needed, work, told)]
             return build.run(jobs, per_package, count, at_once)
         chosen = _chosen(entries, only)
         pinned = CONSTRAINTS if listed is None else None
         opened: Opener = lambda package, version: (open_package(package, common, work, version, pinned), ())  # noqa: E731
     else:
-        chosen = _chosen(imports.packages(language, listed), [*only, *(repo.resolve().name for repo in repos)])
-        places = {repo.resolve().name: str(repo.resolve()) for repo in repos}
-        chosen = [
-            replace(p, source="git", origin=places[p.name], version="HEAD", previous=()) if p.name in places else p
-            for p in chosen
-        ]
+        chosen = _chosen(imports.packages(language, listed), [*only, *places])
+        local = {"source": "git", "version": "HEAD", "git": "", "previous": ()}
+        chosen = [replace(p, **local, origin=str(places[p.name])) if p.name in places else p for p in chosen]
         opened = lambda package, version: imports.open_package(package, language, work, version)  # noqa: E731
+    if rows is not None:
+        chosen = [package for package in chosen if any(row["package"] == package.name for row in rows)]
     jobs = _in_turn(_jobs(package, sources, opened, featadd) for package in chosen)
     if "commits" in sources and language != "python":
-        jobs += _in_turn(_history(p.history, language, work, rows) for p in chosen if p.history)
+        jobs += _in_turn(_history(p.history, language, work, rows, told) for p in chosen if p.history)
     made = build.run(jobs, per_package, count, at_once)["sources"]
     if "mutate" in sources:
         half = 2 * sum(row["tasks"] for source, row in made.items() if source != "mutate")
@@ -169,38 +173,62 @@ def _jobs(package: Any, sources: Sequence[str], opened: Opener, featadd: FeatAdd
     return jobs
 
 
+def _places(repos: Sequence[Path]) -> dict[str, Path]:
+    """The repositories by name. Raises UsageError."""
+    places = {repo.resolve().name.removesuffix(".git"): repo.resolve() for repo in repos}
+    for repo in repos:
+        if not repo.is_dir():
+            raise UsageError(f"--repo {repo} is not a folder.")
+    if len(places) < len(repos):
+        raise UsageError("two folders of --repo have the same name.")
+    return places
+
+
 def _history(
-    package: imports.Package, language: str, work: Path, rows: Sequence[Mapping[str, str]] | None
+    package: imports.Package,
+    language: str,
+    work: Path,
+    rows: Sequence[Mapping[str, str]] | None,
+    told: Callable[[str], None],
 ) -> list[Job]:
-    """A job for each bug fix in a git repository, or for those that `rows` of a manifest name."""
+    """A job for each bug fix in a git repository, or for those that `rows` of a manifest name. None if it cannot be
+    read, such as without network: `told` says why, and the next build tries again."""
 
     def fixed(repo: Path, commit: Commit) -> Opened:
         return imports.open_package(package, language, work, commit.hash)[0], [Commits(repo, commit, files)]
 
-    def fails(error: DataError) -> Opened:
-        raise error
-
-    wanted = None if rows is None else {row["version"] for row in rows if row["package"] == package.name}
-    files = imports.files_of(package, language)
+    named = [row["version"] for row in rows or () if row["package"] == package.name]
+    wanted = {version for version in named if re.fullmatch("[0-9a-f]{12}", version)}
+    if rows is not None and not wanted:
+        return []
     try:
-        repo = clone(package.origin, package.name, work)
+        files = imports.files_of(package, language)
+        repo = clone(package.origin, package.name, package.version, work)
         found = list(fixes(repo, MOST_COMMITS, files, package.version))
-    except DataError as error:  # such as no network; other packages go on
-        return [Job(package.name, functools.partial(fails, error))]
+    except DataError as error:
+        told(f"{package.name}: no commits: {error}")
+        return []
     return [
-        Job(f"{package.name} {commit.hash[:12]}", functools.partial(fixed, repo, commit))
+        Job(f"{package.name} {commit.hash[:12]}", functools.partial(fixed, repo, commit), f"{package.name} commits")
         for commit in found
-        if wanted is None or commit.hash[:12] in wanted
+        if rows is None or commit.hash[:12] in wanted
     ]
 
 
-def _commit_jobs(repo: Path, requirements: tuple[str, ...], work: Path) -> list[Job]:
+def _commit_jobs(
+    name: str, repo: Path, requirements: tuple[str, ...], work: Path, told: Callable[[str], None]
+) -> list[Job]:
     licence = next((f.name for f in sorted(repo.glob("LICEN[SC]E*"))), "unknown")
-    found = fixes(repo, MOST_COMMITS)
+    try:
+        found = list(fixes(repo, MOST_COMMITS))
+    except DataError as error:
+        told(f"{name}: no commits: {error}")
+        return []
     return [
         Job(
-            f"{repo.name} {commit.hash[:12]}",
+            f"{name} {commit.hash[:12]}",
             functools.partial(open_commit, repo, commit, requirements, work, licence),
+            f"{name} commits",
         )
         for commit in found
     ]

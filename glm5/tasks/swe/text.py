@@ -18,13 +18,13 @@ SHORTEST = 8  # characters of a line whose appearance gives the fix away
 
 OPENINGS = {
     "bug-fix": (
-        "{package} {version} gives wrong results.",
+        "{title} gives wrong results.",
         "Since a recent change {package} does not behave as documented.",
-        "There is a regression in {package} {version}.",
+        "There is a regression in {title}.",
         "A user reports that {package} misbehaves.",
     ),
-    "feature": ("{package} {version} lacks an implementation.", "A part of {package} is not written yet."),
-    "refactor": ("A part of {package} {version} is to be renamed or moved.",),
+    "feature": ("{title} lacks an implementation.", "A part of {package} is not written yet."),
+    "refactor": ("A part of {title} is to be renamed or moved.",),
 }
 EXAMPLES = ("What goes wrong:", "To reproduce:", "Observed:", "These statements fail:")
 CLOSINGS = {
@@ -43,7 +43,7 @@ def instruction(candidate: Candidate, messages: Mapping[str, str], app: str) -> 
     """The task's text. `messages`: id of a failing test to the failing statement and the exception. None if nothing is
     left to tell without giving the fix away."""
     repository, choice = candidate.repository, random.Random(candidate.id)
-    opening = choice.choice(OPENINGS[candidate.kind]).format(package=repository.name, version=repository.version)
+    opening = choice.choice(OPENINGS[candidate.kind]).format(package=repository.name, title=repository.title)
     examples = examples_of(candidate, messages, choice)
     description = candidate.description.strip()
     missing = missing_names(candidate)

@@ -21,7 +21,7 @@ WANTED = {
     "refactor": "Write the issue with which a maintainer asks for this renaming or move",
 }
 PROMPT = """\
-{wanted} of the {language} package {package} {version}. Say what was done, what came out and what should come out \
+{wanted} of the {language} package {title}. Say what was done, what came out and what should come out \
 instead, in plain words, in at most 200 words besides code. Quote at least one failing statement with the lines \
 above it, or a line of an exception, word for word, in a code block. Do not guess the cause, do not say where in the \
 source it lies or how to repair it, and do not mention tests, patches or these rules. Answer with the issue alone.
@@ -39,7 +39,7 @@ def written(candidate: Candidate, messages: Mapping[str, str], app: str, ask: As
     description = candidate.description.strip()
     known = ["" if leaks(description, candidate) else description, *missing_names(candidate), *examples]
     prompt = PROMPT.format(
-        wanted=WANTED[candidate.kind], package=repository.name, version=repository.version,
+        wanted=WANTED[candidate.kind], title=repository.title,
         language=repository.language, known="\n\n".join(part for part in known if part),
     )  # fmt: skip
     problem = ""

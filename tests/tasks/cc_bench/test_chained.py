@@ -21,7 +21,7 @@ from glm5.sandbox.cancel import DEADLINE
 from glm5.tasks.cc_bench.chain_build import Origin, State, build_chains, files_of, history_of, read_chain
 from glm5.tasks.cc_bench.chain_groups import Change, change, class_of, partition, relatedness, split
 from glm5.tasks.cc_bench.chained import ChainedFamily, ChainEnv, ChainProblem, replay
-from glm5.tasks.swe.commits import git
+from glm5.tasks.swe.git import git
 from tests.agents.scripted_model import Say, ScriptedModel
 from tests.rooms import needs_rooms
 from tests.tasks.swe.tiny import site

@@ -108,6 +108,18 @@ def test_an_unusable_package_is_tried_once(tmp_path: Path) -> None:
     assert opened == ["x"] and told[0] == "x 2 from 1: x: no tests" and "packages.jsonl" in told[1]
 
 
+@pytest.mark.parametrize(("named", "tried"), [(None, 2), ({"a": "b"}, 4)])
+def test_the_jobs_of_a_series_share_the_limit_of_a_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: dict[str, str] | None, tried: int
+) -> None:
+    names: list[str] = []
+    monkeypatch.setattr(Build, "_draw", lambda self, name, *rest: names.append(name) or 1)
+    repository = tiny(tmp_path / "repo")
+    jobs = [Job(str(number), lambda: (repository, [Mutations()]), "commits") for number in range(4)]
+    Build(tmp_path / "out", tmp_path / "work", named=named).run(jobs, 2, None, 1)
+    assert len(names) == tried
+
+
 def test_a_package_that_nobody_expected_falls_alone(tmp_path: Path) -> None:
     """As one whose package.json is a list."""
 

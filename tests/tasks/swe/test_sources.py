@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import subprocess
 import tarfile
 from pathlib import Path
@@ -14,7 +15,8 @@ from glm5.errors import DataError, UsageError
 from glm5.tasks.swe import sdist_backend
 from glm5.tasks.swe.build import Build
 from glm5.tasks.swe.candidate import Candidate
-from glm5.tasks.swe.commits import Commits, fixes, open_commit
+from glm5.tasks.swe.commits import Commits, fixes, message_of, open_commit
+from glm5.tasks.swe.git import git, write_tree
 from glm5.tasks.swe.make import make
 from glm5.tasks.swe.repositories import PACKAGES, download, from_tree, metadata, packages, pip, unpack
 from glm5.tasks.swe.versions import Versions
@@ -167,6 +169,11 @@ source = "npm"
 version = "1.0"
 git = "https://example.com/other@HEAD"
 licence = "MIT"
+
+[package.offline]
+source = "npm"
+version = "1.0"
+git = "https://example.com/offline@HEAD"
 """
 
 
@@ -211,25 +218,124 @@ def test_the_history_of_a_repository_in_another_language(commits_of: Any, tmp_pa
     for version, found in ((repository.version, [name]), ("0" * 12, [])):
         (tmp_path / "m.jsonl").write_text(row % version)
         assert list(commits_of(repos=[repo], manifest=tmp_path / "m.jsonl")) == found
+    (tmp_path / "unlisted").mkdir()
     with pytest.raises(UsageError, match="no package unlisted"):
         commits_of(repos=[tmp_path / "unlisted"])
+    with pytest.raises(UsageError, match="is not a folder"):
+        commits_of(repos=[tmp_path / "typo"])
+    with pytest.raises(UsageError, match="the same name"):
+        commits_of(repos=[repo, tmp_path / "unlisted" / ".." / "project"])
     with pytest.raises(UsageError, match="for Python"):
         commits_of(repos=[repo], requires=["hypothesis"])
 
 
-def test_a_listed_repository_is_cloned_once_and_others_go_on(commits_of: Any, tmp_path: Path) -> None:
-    (tmp_path / "work/git").mkdir(parents=True)
-    written_in_js(tmp_path / "other").rename(tmp_path / "work/git/other.git")
-    jobs = commits_of(only=["elsewhere", "other"])
-    assert sorted(name.split()[0] for name in jobs) == ["elsewhere", "other"]
-    with pytest.raises(DataError, match="https://"):
-        jobs["elsewhere"].opened()
-    (other,) = (jobs[name].opened()[0] for name in jobs if name != "elsewhere")
-    assert other.licence == "MIT" and not Path("ran").exists()
+def test_a_listed_repository_is_cloned_once_and_others_go_on(
+    commits_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def cloned(repo: Path, *arguments: str, **rest: Any) -> bytes:
+        if arguments[0] == "clone":
+            asked.append(arguments[-2])
+            if "other" not in arguments[-2]:
+                raise DataError("no network")
+            (tmp_path / "upstream/.git").rename(repo)
+        return git(repo, *arguments, **rest) if arguments[0] != "clone" else b""
+
+    written_in_js(tmp_path / "upstream")
+    monkeypatch.setattr("glm5.tasks.swe.git.git", cloned)
+    for _ in range(2):
+        told: list[str] = []
+        jobs = commits_of(only=["elsewhere", "other", "offline"], told=told.append)
+        (name,) = jobs
+        repository = jobs[name].opened()[0]
+        assert repository.licence == "MIT" and repository.title == "other" and repository.read("clip.js") == "3\n"
+        assert "https://" in told[0] and "no network" in told[1] and not Path("ran").exists()
+    assert asked == ["https://example.com/other", *["https://example.com/offline"] * 2]
+    (tmp_path / "m.jsonl").write_text('{"id": "a", "sha256": "b", "package": "offline", "version": "1.0"}\n')
+    assert not commits_of(only=["offline"], manifest=tmp_path / "m.jsonl") and len(asked) == 3
+
+
+ATTRIBUTES = """\
+*.js text eol=crlf
+/test export-ignore
+README.md export-subst
+"""
+HOSTILE = {  # of the clone: they must change nothing
+    "core.autocrlf": "true", "core.quotePath": "true", "diff.orderFile": "/none", "log.date": "bogus",
+    "diff.algorithm": "no", "i18n.logOutputEncoding": "latin1", "core.fsmonitor": "touch /tmp/ran",
+    "tar.tar.command": "touch /tmp/ran",
+}  # fmt: skip
+
+
+def test_settings_and_attributes_of_a_repository_change_nothing(commits_of: Any, tmp_path: Path) -> None:
+    repo = tmp_path / "project"
+    repo.mkdir()
+    subprocess.run(["git", "init", "-q", str(repo)], check=True, capture_output=True)
+    start = {"clip.js": "1\n", "caf\u00e9.js": "1\n", "test/clip.test.js": "1\n", ".gitattributes": ATTRIBUTES,
+             "README.md": "$Format:%H %B$\n", "CHANGELOG": "old\n", "test/other.spec.mjs": "1\n"}  # fmt: skip
+    commit(repo, "Start", start)
+    (repo / "link.js").symlink_to("clip.js")
+    changes = {path: text.replace("1", "2").replace("old", "it is 2 now") for path, text in start.items()}
+    commit(repo, "Fix the upper end of caf\u00e9", changes)
+    for key, value in HOSTILE.items():
+        subprocess.run(["git", "-C", str(repo), "config", key, value], check=True)
+    original = git(repo, "rev-parse", "HEAD").decode().strip()
+    subprocess.run(["git", "-C", str(repo), "replace", original, "HEAD~1"], check=True)
+    ((name, job),) = commits_of(repos=[repo]).items()
+    repository, sources = job.opened()
+    (candidate,) = sources[0].candidates(repository, 0)
+    assert dict(candidate.changes) == {"clip.js": "1\n", "caf\u00e9.js": "1\n"} and "caf\u00e9" in candidate.description
+    assert repository.read("clip.js") == "2\n" and repository.read("README.md") == start["README.md"]
+    assert repository.read("CHANGELOG") == "old\n"  # what the fix says of itself
+    assert repository.read("test/clip.test.js") == "2\n" and repository.read("test/other.spec.mjs") == "1\n"
+    assert not (repository.root / "link.js").exists() and original.startswith(name.split()[1])
+    (tmp_path / "project/sub").mkdir()
+    with pytest.raises(DataError, match="inside of a git repository"):
+        list(fixes(repo / "sub", 10))
+    with pytest.raises(DataError, match="rev-parse"):
+        list(fixes(repo, 10, until=f"--output={tmp_path}/x"))
+
+
+def test_a_fix_that_comes_twice_is_one(commits_of: Any, tmp_path: Path) -> None:
+    repo = written_in_js(tmp_path / "project")
+    commit(repo, "Take that back", {"clip.js": "1\n", "test/a/clip.test.js": "2\n"})
+    commit(repo, "Fix the upper end of clip again", {"clip.js": "3\n", "test/a/clip.test.js": "4\n"})
+    assert len(commits_of(repos=[repo])) == 1
+
+
+def test_a_tree_that_reaches_outside_or_is_too_large_falls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repo = written_in_js(tmp_path / "project")
+    blob = git(repo, "hash-object", "-w", "--stdin", stdin=b"x").decode().strip()
+    for name, said in (("..", "outside"), (".git", "outside"), ("a" * 300, "cannot be written")):
+        tree = git(repo, "hash-object", "-t", "tree", "-w", "--literally", "--stdin",
+                   stdin=f"100644 {name}\0".encode() + bytes.fromhex(blob)).decode().strip()  # fmt: skip
+        made = git(repo, "-c", "user.name=a", "-c", "user.email=a@b", "commit-tree", "-m", "x", tree).decode().strip()
+        with pytest.raises(DataError, match=said):
+            write_tree(repo, made, tmp_path / "out")
+    monkeypatch.setattr("glm5.tasks.swe.git.MOST_UNPACKED", 5)
+    with pytest.raises(DataError, match="has more than"):
+        write_tree(repo, "HEAD", tmp_path / "out")
+    assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("CLI-318: Fix the order of groups [CLI-299]", "Fix the order of groups"),
+        ("Fix #1712 in the parser", "Fix in the parser"),
+        ("Fix decoding of UTF-8 and SHA-256 (PR: 12345, !34, bug 9)", "Fix decoding of UTF-8 and SHA-256"),
+        ("Fix a crash\n\nReported-by: Joe Doe <joe@x.org>\nLink: https://a.b/c\nFixes: 12345678", "Fix a crash"),
+        ("Bug: the list was reversed since commit 12345678", "Bug: the list was reversed since"),
+        ("Fix the case of <b> after issues/77", "Fix the case of <b> after"),
+    ],
+)
+def test_what_leads_to_a_commit_is_not_in_its_message(text: str, left: str) -> None:
+    assert re.sub(r"\W+$", "", message_of(text)) == left
 
 
 def test_a_folder_without_history_is_a_data_error(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="git log"):
+    with pytest.raises(DataError, match="not a git repository"):
         list(fixes(tmp_path, 10))
 
 

@@ -46,9 +46,10 @@ from typing import Any
 from glm5.errors import DataError
 from glm5.files import sha256_file
 from glm5.tasks.swe.candidate import Repository
-from glm5.tasks.swe.commits import Files, clone, commit_tree
+from glm5.tasks.swe.commits import Files, commit_tree
 from glm5.tasks.swe.debian import Patch, SourceTree, binary_tree, download, run, source_tree
 from glm5.tasks.swe.driver import fill_cache
+from glm5.tasks.swe.git import clone
 from glm5.tasks.swe.languages import compiled, crates
 from glm5.tasks.swe.languages.table import SYNTAX
 from glm5.tasks.swe.patches import below
@@ -126,7 +127,14 @@ def packages(language: str, path: Path | None = None) -> list[Package]:
 
 def _entry(name: str, row: dict[str, Any]) -> Package:
     values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
-    return Package(name, **values)
+    made = Package(name, **values)
+    if made.git and (made.source == "git" or not re.fullmatch(r"https://.+@\w+", made.git)):
+        raise ValueError(f"{name}: git is https://...@COMMIT, if source is not git")
+    if made.source == "git" and not (made.origin and made.version):
+        raise ValueError(f"{name}: git needs an origin and a version")
+    if made.history and made.folder:
+        raise ValueError(f"{name}: a folder of a git repository cannot be a package")
+    return made
 
 
 def open_package(
@@ -136,7 +144,7 @@ def open_package(
     are applied to it. Raises DataError."""
     opened: dict[str, Callable[[str, str, Path], SourceTree]] = {
         "npm": _npm, "debian": source_tree, "deb": functools.partial(_binary, language),
-        "git": functools.partial(_commit, package),
+        "git": functools.partial(_commit, package, language),
     }  # fmt: skip
     if package.source not in opened:
         raise DataError(f"{package.name}: unknown source {package.source!r}; there are {', '.join(opened)}.")
@@ -238,9 +246,12 @@ def _is_source(path: str, language: str) -> bool:
 
 
 def _pattern(globs: Sequence[str]) -> re.Pattern[str]:
-    """What `Path.glob` finds for one of `globs`."""
-    parts = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    found = ("".join(parts.get(t, re.escape(t)) for t in re.split(r"(\*\*/|\*\*|\*|\?)", glob)) for glob in globs)
+    """What `Path.glob` finds for one of `globs`. Raises DataError for what only `glob` understands."""
+    for glob in globs:
+        if "[" in glob or glob.endswith("**") or "." in glob.split("/"):
+            raise DataError(f"A glob of a package in git has no [, no ** at its end and no folder '.': {glob}.")
+    parts = {"**/": "(?:.*/)?", "*": "[^/]*", "?": "[^/]"}
+    found = ("".join(parts.get(t, re.escape(t)) for t in re.split(r"(\*\*/|\*|\?)", glob)) for glob in globs)
     return re.compile("|".join(found), re.DOTALL)
 
 
@@ -269,8 +280,9 @@ def _binary(language: str, name: str, version: str, work: Path) -> SourceTree:
     return binary_tree(name, version, BINARY[language], work)
 
 
-def _commit(package: Package, origin: str, version: str, work: Path) -> SourceTree:
-    tree = commit_tree(clone(origin, package.name, work), package.name, version, work)
+def _commit(package: Package, language: str, origin: str, version: str, work: Path) -> SourceTree:
+    repo = clone(origin, package.name, version, work)
+    tree = commit_tree(repo, package.name, version, work, files_of(package, language))
     return replace(tree, licence=package.licence or tree.licence)
 
 
