@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 KINDS = ("bug-fix", "feature", "refactor")
+LINE = re.compile(r"[^\n]*\n|[^\n]+")  # `str.splitlines` ends lines at form feeds too
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ class Candidate:
 def unified(path: str, old: str | None, new: str | None) -> str:
     """A diff of one file that `patch -p1` and `git apply` read; None is an absent file."""
     names = ("/dev/null" if old is None else f"a/{path}", "/dev/null" if new is None else f"b/{path}")
-    lines = difflib.unified_diff((old or "").splitlines(keepends=True), (new or "").splitlines(keepends=True), *names)
+    lines = difflib.unified_diff(*(LINE.findall(text or "") for text in (old, new)), *names)
     return "".join(line if line.endswith("\n") else line + "\n\\ No newline at end of file\n" for line in lines)
 
 

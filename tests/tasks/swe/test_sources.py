@@ -6,15 +6,17 @@ import io
 import re
 import subprocess
 import tarfile
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings, strategies
 
 from glm5.errors import DataError, UsageError
 from glm5.tasks.swe import sdist_backend
 from glm5.tasks.swe.build import Build
-from glm5.tasks.swe.candidate import Candidate
+from glm5.tasks.swe.candidate import Candidate, unified
 from glm5.tasks.swe.commits import Commits, fixes, message_of, open_commit
 from glm5.tasks.swe.git import git, write_tree
 from glm5.tasks.swe.make import make
@@ -295,6 +297,25 @@ def test_settings_and_attributes_of_a_repository_change_nothing(commits_of: Any,
         list(fixes(repo / "sub", 10))
     with pytest.raises(DataError, match="rev-parse"):
         list(fixes(repo, 10, until=f"--output={tmp_path}/x"))
+
+
+LINES = strategies.lists(
+    strategies.sampled_from(["a", "b\n", "c\r\n", "d\re", "f\x0cg\n", "h\x85\u2028", "\n"]), max_size=9
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(strategies.tuples(LINES, LINES).map(lambda pair: tuple("".join(lines) for lines in pair)))
+def test_git_applies_a_patch_of_any_lines(pair: tuple[str, str]) -> None:
+    old, new = pair
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "a.txt")
+        file.write_bytes(old.encode())
+        patch = unified("a.txt", old, new).encode()
+        command = ["git", "-C", folder, "apply", "--whitespace=nowarn", "-"]
+        if old != new:
+            subprocess.run(command, input=patch, check=True, capture_output=True)
+        assert file.read_bytes() == new.encode()
 
 
 def test_a_fix_that_comes_twice_is_one(commits_of: Any, tmp_path: Path) -> None:
