@@ -38,7 +38,7 @@ _SECONDS, _MEMORY = 600.0, 2 << 30
 """Limits of one process: seconds, and bytes of memory of its own."""
 _INCLUDE = re.compile(rb"\[include", re.IGNORECASE)
 _MOST_CONFIG = 1 << 20
-_FILE_MODES = ("100644", "100755")
+FILE_MODES = ("100644", "100755")  # others are links and submodules
 _MAX_LISTING = 256 << 20
 """Bytes of paths, hashes and sizes of one commit: 25 times those of the Linux kernel."""
 _MAX_ENTRY = 1 << 20  # with one path
@@ -79,10 +79,16 @@ def open_git(location: str) -> tuple[Git, str]:
     path, revision = _split(location)
     git = Git(path)
     git.stay_inside()
-    commit = git.call("rev-parse", "--verify", "--quiet", revision + "^{commit}").decode("ascii", "replace").strip()
+    return git, commit_of(git, revision)
+
+
+def commit_of(git: Git, revision: str) -> str:
+    """The full hash of a commit. Raises DataError."""
+    named = ("--verify", "--quiet", "--end-of-options", revision + "^{commit}")
+    commit = git.call("rev-parse", *named).decode("ascii", "replace").strip()
     if not commit.isalnum():
-        raise DataError(f'{path} is not a git repository with a commit "{revision}".')
-    return git, commit
+        raise DataError(f'{git.path} is not a git repository with a commit "{revision}".')
+    return commit
 
 
 def _split(location: str) -> tuple[Path, str]:
@@ -235,7 +241,7 @@ def _listing(git: Git, commit: str, report: ReadReport) -> list[_Blob]:
         mode, kind, sha, size = meta.decode("ascii", "replace").split()
         path = os.fsdecode(name)
         parts = path.split("/")
-        if kind != "blob" or mode not in _FILE_MODES or any(map(is_hidden, parts)):
+        if kind != "blob" or mode not in FILE_MODES or any(map(is_hidden, parts)):
             continue
         if Path(parts[-1]).suffix not in TEXT_SUFFIXES:
             continue

@@ -35,7 +35,7 @@ from glm5.tasks.cc_bench.chain_groups import (
 from glm5.tasks.swe.candidate import Repository
 from glm5.tasks.swe.driver import APP, IN_ROOM, RoomDriver, spec_of
 from glm5.tasks.swe.folder import SITE, TEST_SH, protected_files
-from glm5.tasks.swe.git import git, resolve, write_tree
+from glm5.tasks.swe.git import opened, write_tree
 from glm5.tasks.swe.in_room.grade import CONFIGURATION, site_digest
 from glm5.tasks.swe.repositories import CONSTRAINTS, download, from_tree, install, metadata, packages, unpack
 from glm5.tasks.swe.versions import changelog, public_names, scrub
@@ -87,12 +87,13 @@ class ChainTask:
 def history_of(repo: Path, work: Path, most: int, end: str = "HEAD") -> list[State]:
     """The last `most` + 1 states of the line of first parents, oldest first; a merge ends it. Raises DataError."""
     options = ("--first-parent", f"--max-count={most + 1}", "--encoding=UTF-8", "--format=%H%x00%P%x00%B%x01")
-    raw = git(repo, "rev-list", *options, resolve(repo, end)).decode(errors="replace")
+    git, last = opened(repo, end)
+    raw = git.call("rev-list", *options, last).decode(errors="replace")
     found = list[State]()
     for record in filter(None, (one.strip("\n") for one in raw.split("\x01"))):
         commit, parents, message = record.split("\0", 2)
         commit = commit.rsplit("\n", 1)[-1]
-        root = write_tree(repo, commit, work / "trees" / f"{repo.resolve().name}-{commit[:12]}")
+        root = write_tree(git, commit, work / "trees" / f"{repo.resolve().name}-{commit[:12]}")
         found.append(State(commit[:12], root, scrub(message)))
         if len(parents.split()) != 1:
             break

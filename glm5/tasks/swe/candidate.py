@@ -96,7 +96,7 @@ class Candidate:
 def unified(path: str, old: str | None, new: str | None) -> str:
     """A diff of one file that `patch -p1` and `git apply` read; None is an absent file."""
     names = ("/dev/null" if old is None else f"a/{path}", "/dev/null" if new is None else f"b/{path}")
-    lines = difflib.unified_diff(*(LINE.findall(text or "") for text in (old, new)), *names)
+    lines = difflib.unified_diff(LINE.findall(old or ""), LINE.findall(new or ""), *names)
     return "".join(line if line.endswith("\n") else line + "\n\\ No newline at end of file\n" for line in lines)
 
 

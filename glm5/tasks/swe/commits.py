@@ -9,12 +9,14 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from glm5.data.git import Git
 from glm5.errors import DataError
 from glm5.tasks.swe.candidate import Candidate, Repository, Source
 from glm5.tasks.swe.debian import SourceTree
 from glm5.tasks.swe.debian import licence as licence_of
-from glm5.tasks.swe.git import changed, contents, git, parent_of, resolve, write_tree
+from glm5.tasks.swe.git import Blobs, changed, changed_lines, contents, opened, parent_of, write_tree
 from glm5.tasks.swe.renames import renamed
 from glm5.tasks.swe.repositories import from_tree, install
 from glm5.tasks.swe.versions import CHANGELOG, scrub
@@ -88,8 +90,9 @@ def fixes(repo: Path, most: int, files: Files | None = None, until: str = "HEAD"
     """Bug fixes up to the commit `until` that change both sources and tests, newest first, at most `most`; one that
     comes twice, once. The default of `files` are Python's, of which renames are found too. Raises DataError if `repo`
     is no git repository."""
-    last, found = resolve(repo, until), set[frozenset[tuple[str, str | None, str | None]]]()
-    raw = git(repo, "rev-list", "--no-merges", "--encoding=UTF-8", "--format=%H%x00%P%x00%B%x00%x01", last)
+    git, last = opened(repo, until)
+    raw = git.call("rev-list", "--no-merges", "--encoding=UTF-8", "--format=%H%x00%P%x00%B%x00%x01", last)
+    found = set[frozenset[Any]]()
     for record in raw.decode(errors="replace").split("\x01"):
         fields = record.strip("\n").split("\0")
         if len(fields) < 3 or len(fields[1].split()) != 1:
@@ -99,36 +102,34 @@ def fixes(repo: Path, most: int, files: Files | None = None, until: str = "HEAD"
         if not (fix or rename) or len(message) < SHORTEST_MESSAGE:
             continue
         commit = Commit(fields[0].rsplit("\n", 1)[-1], fields[1], message)
-        key = _suits(repo, commit, files or PYTHON)
-        if key and key not in found and (fix or renamed(*_states(repo, commit, PYTHON))):
+        sources = _suiting(git, commit, files or PYTHON)
+        key = frozenset(sources.items())
+        if sources and key not in found and (fix or renamed(*_states(git, sources))):
             found.add(key)
             yield commit
             if len(found) == most:
                 return
 
 
-def _suits(repo: Path, commit: Commit, files: Files) -> frozenset[tuple[str, str | None, str | None]]:
-    """What the commit changes in sources, if it changes tests too and not too much."""
-    blobs = changed(repo, commit.parent, commit.hash)
+def _suiting(git: Git, commit: Commit, files: Files) -> Blobs:
+    """The sources that a commit changes, if it changes tests too and not too much; else none."""
+    blobs = changed(git, commit.parent, commit.hash)
     sources = {path: pair for path, pair in blobs.items() if files.is_source(path)}
     if not sources or not any(files.is_test(path) for path in blobs):
-        return frozenset()
-    options = ("diff-tree", "-r", "--numstat", "-z", "--no-renames", "--no-ext-diff", "--no-textconv", "--text")
-    rows = git(repo, *options, commit.parent, commit.hash).decode(errors="replace").split("\0")
-    counts = [row.split("\t", 2) for row in rows if row.count("\t") >= 2]
-    lines = sum(int(added) + int(removed) for added, removed, path in counts if path in sources)
-    return frozenset((path, *pair) for path, pair in sources.items()) if lines <= MOST_CHANGED else frozenset()
+        return {}
+    lines = changed_lines(git, commit.parent, commit.hash)
+    return sources if sum(lines.get(path, 0) for path in sources) <= MOST_CHANGED else {}
 
 
 def commit_tree(repo: Path, name: str, version: str, work: Path, files: Files) -> SourceTree:
     """The files of a commit, without history. Documents, which may tell of the fix, and test files that `files` does
     not know are as in its parent. Raises DataError."""
-    commit = resolve(repo, version)
-    parent = parent_of(repo, commit)
-    blobs = {} if parent is None else changed(repo, parent, commit)
+    git, commit = opened(repo, version)
+    parent = parent_of(git, commit)
+    blobs = {} if parent is None else changed(git, parent, commit)
     instead = {path: old for path, (old, _) in blobs.items() if _stays(path, files)}
     key = hashlib.sha256(json.dumps([commit, sorted(instead)]).encode()).hexdigest()[:12]
-    root = write_tree(repo, commit, work / "commits" / f"{name.replace('/', '-')}-{key}", instead)
+    root = write_tree(git, commit, work / "commits" / f"{name.replace('/', '-')}-{key}", instead)
     said = licence_of(root)
     return SourceTree(root, commit[:12], "unknown" if "debian" in said else said, f"git:{commit}")
 
@@ -177,7 +178,8 @@ class Commits:
 
     def candidates(self, repository: Repository, seed: int) -> Iterator[Candidate]:
         try:
-            changes, fixed = _states(self.repo, self.commit, self.files)
+            git, _ = opened(self.repo)
+            changes, fixed = _states(git, _suiting(git, self.commit, self.files))
             same = all(text is None or repository.read(path) == text for path, text in fixed.items())
         except (DataError, OSError, UnicodeDecodeError):  # an object is missing, or a file is not in the repository
             return
@@ -190,14 +192,13 @@ class Commits:
                         tier="hard" if len(changes) > 1 else "single")  # fmt: skip
 
 
-def _states(repo: Path, commit: Commit, files: Files) -> tuple[dict[str, str | None], dict[str, str | None]]:
-    """The sources that a commit changes, before and after it; None for an absent one. Both are empty if one of them is
-    not UTF-8. Raises DataError if an object is missing."""
-    blobs = {p: pair for p, pair in changed(repo, commit.parent, commit.hash).items() if files.is_source(p)}
-    data = contents(repo, [blob for pair in blobs.values() for blob in pair if blob is not None])
+def _states(git: Git, sources: Blobs) -> tuple[dict[str, str | None], dict[str, str | None]]:
+    """The texts of changed files before and after; None for an absent one. Both are empty if one of them is not UTF-8.
+    Raises DataError if an object is missing."""
+    data = contents(git, [blob for pair in sources.values() for blob in pair if blob is not None])
     try:
         before, after = (
-            {path: None if (blob := pair[side]) is None else data[blob].decode() for path, pair in blobs.items()}
+            {path: None if (blob := pair[side]) is None else data[blob].decode() for path, pair in sources.items()}
             for side in (0, 1)
         )
     except UnicodeDecodeError:

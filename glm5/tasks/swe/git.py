@@ -1,51 +1,30 @@
-"""Reads git repositories that may come from anywhere. No program that they name runs, and neither their settings nor
-their attributes change what is read: files are the bytes of their blobs."""
+"""Commits of git repositories that may come from anywhere, read by `glm5.data.git`: no program that they name runs, and
+neither their settings nor their attributes change what is read."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-import re
 import shutil
 import subprocess
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from glm5.data.git import FILE_MODES, Git, commit_of
 from glm5.errors import DataError
 from glm5.tasks.swe.repositories import MOST_FILES, MOST_UNPACKED
 
-GIT_S, CLONE_S = 120.0, 1800.0
-FILE = re.compile(r"100(644|755)")  # modes of files; others are links and submodules
-PROXIES = {"https_proxy", "HTTPS_PROXY", "no_proxy", "NO_PROXY", "SSL_CERT_FILE", "GIT_SSL_CAINFO"}
+CLONE_S = 1800.0
+Blobs = dict[str, tuple[str | None, str | None]]
+"""Ids of the blobs before and after a change by path, None for no file."""
 
 
-def git(repo: Path, *arguments: str, stdin: bytes = b"", network: bool = False) -> bytes:
-    """Run git without the user's settings, hooks, helpers, replaced objects, and what a partial clone lacks. `network`
-    allows https. Raises DataError."""
-    command = ["git", "-C", str(repo), "-c", "log.showSignature=false", "-c", "core.fsmonitor=false", "-c",
-               "core.hooksPath=/dev/null", "-c", "safe.directory=*", *arguments]  # fmt: skip
-    environment = {"PATH": os.environ.get("PATH", "/usr/bin:/bin"), "GIT_CONFIG_GLOBAL": os.devnull,
-                   "GIT_CONFIG_SYSTEM": os.devnull, "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C.UTF-8",
-                   "GIT_ALLOW_PROTOCOL": "https" if network else "none", "GIT_NO_LAZY_FETCH": "1",
-                   "GIT_NO_REPLACE_OBJECTS": "1", "GIT_GRAFT_FILE": os.devnull}  # fmt: skip
-    if network:
-        environment |= {name: value for name, value in os.environ.items() if name in PROXIES}
-    try:
-        timeout = CLONE_S if network else GIT_S
-        done = subprocess.run(command, capture_output=True, input=stdin, env=environment, timeout=timeout)
-    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-        raise DataError(f"git {arguments[0]} in {repo}: {error}") from None
-    if done.returncode:
-        raise DataError(f"git {arguments[0]} in {repo}: {done.stderr.decode(errors='replace').strip()[:300]}")
-    return done.stdout
-
-
-def resolve(repo: Path, name: str) -> str:
-    """The full hash of a commit. Raises DataError, also if `repo` is a folder inside of a repository."""
-    if git(repo, "rev-parse", "--show-prefix").strip():
-        raise DataError(f"{repo} is a folder inside of a git repository; name its top folder.")
-    return git(repo, "rev-parse", "--verify", "--end-of-options", f"{name}^{{commit}}").decode().strip()
+def opened(repo: Path, commit: str = "HEAD") -> tuple[Git, str]:
+    """The repository and the full hash of a commit. Raises DataError, also if `repo` is a folder inside of one."""
+    git = Git(repo.resolve())
+    git.stay_inside()
+    return git, commit_of(git, commit)
 
 
 def clone(origin: str, name: str, commit: str, work: Path) -> Path:
@@ -59,22 +38,36 @@ def clone(origin: str, name: str, commit: str, work: Path) -> Path:
         part = _part(folder)
         part.mkdir(parents=True)
         try:
-            git(part, "clone", "--bare", "--quiet", "--", origin, ".", network=True)
-            place(part, folder)
+            _network(part, "clone", "--bare", "--quiet", "--", origin, ".")
+            _place(part, folder)
         finally:
             shutil.rmtree(part, ignore_errors=True)
     try:
-        resolve(folder, commit)
+        opened(folder, commit)
     except DataError:  # it is newer than the clone
-        git(folder, "fetch", "--quiet", "--tags", "--", origin, "+refs/heads/*:refs/heads/*", network=True)
+        _network(folder, "fetch", "--quiet", "--tags", "--", origin, "+refs/heads/*:refs/heads/*")
     return folder
+
+
+def _network(folder: Path, *arguments: str) -> None:
+    """Run git with https, without hooks and the user's settings. Raises DataError."""
+    command = ["git", "-C", str(folder), "-c", f"core.hooksPath={os.devnull}", *arguments]
+    own = {key: value for key, value in os.environ.items() if not key.startswith("GIT_") or key == "GIT_SSL_CAINFO"}
+    away = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "GIT_TERMINAL_PROMPT": "0"}
+    try:
+        done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=CLONE_S,
+                              env={**own, **away, "GIT_ALLOW_PROTOCOL": "https", "LC_ALL": "C"})  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise DataError(f"git {arguments[0]} did not run: {error}.") from None
+    if done.returncode:
+        raise DataError(f"git {arguments[0]}: {done.stderr.decode(errors='replace').strip()[:300]}")
 
 
 def _part(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.part{os.getpid()}.{threading.get_ident()}")
 
 
-def place(part: Path, folder: Path) -> None:
+def _place(part: Path, folder: Path) -> None:
     """Give a finished folder its name, unless another build was faster."""
     try:
         part.replace(folder)
@@ -83,78 +76,86 @@ def place(part: Path, folder: Path) -> None:
             raise
 
 
-def parent_of(repo: Path, commit: str) -> str | None:
+def parent_of(git: Git, commit: str) -> str | None:
     """The first parent of a commit."""
-    return next(iter(git(repo, "rev-list", "--parents", "-n", "1", commit).decode().split()[1:]), None)
+    return next(iter(git.call("rev-list", "--parents", "-n", "1", commit).decode().split()[1:]), None)
 
 
-def blobs(repo: Path, commit: str) -> dict[str, tuple[str, int]]:
-    """Id and bytes of each file of a commit, without links, submodules and paths that are not UTF-8. Raises DataError
-    if they are too many or too large."""
-    found: dict[str, tuple[str, int]] = {}
-    for row in _utf8(git(repo, "ls-tree", "-r", "-l", "-z", "--full-tree", commit).split(b"\0")):
-        head, _, path = row.partition("\t")
-        mode, _, blob, size = head.split()
-        if not FILE.fullmatch(mode):
-            continue
-        found[path] = blob, int(size)
-    if len(found) > MOST_FILES or sum(size for _, size in found.values()) > MOST_UNPACKED:
-        raise DataError(f"{repo}: {commit} has more than {MOST_FILES:,} files or {MOST_UNPACKED >> 20} MiB.")
-    return found
-
-
-def contents(repo: Path, ids: Iterable[str]) -> dict[str, bytes]:
-    """The blobs of these ids. Raises DataError if one is missing or they are too large."""
-    wanted = list(dict.fromkeys(ids))
-    asked = "".join(f"{blob}\n" for blob in wanted).encode()
-    sizes = [row.split()[2:] for row in git(repo, "cat-file", "--batch-check", stdin=asked).splitlines()]
-    if not all(sizes) or sum(int(size) for (size,) in sizes) > MOST_UNPACKED:
-        raise DataError(f"{repo}: an object is missing, or a change has more than {MOST_UNPACKED >> 20} MiB.")
-    data, at, found = git(repo, "cat-file", "--batch", stdin=asked), 0, dict[str, bytes]()
-    for blob, (size,) in zip(wanted, sizes, strict=True):
-        start = data.index(b"\n", at) + 1
-        at = start + int(size) + 1
-        found[blob] = data[start : at - 1]
-    return found
-
-
-def write_tree(repo: Path, commit: str, folder: Path, instead: Mapping[str, str | None] | None = None) -> Path:
-    """Write the files of a commit to `folder`, once. `instead` names other blobs for some paths, None for no file.
-    Raises DataError."""
+def write_tree(git: Git, commit: str, folder: Path, instead: Mapping[str, str | None] | None = None) -> Path:
+    """Write the files of a commit to `folder`, once, without links, submodules and paths that are not UTF-8. `instead`
+    names other blobs for some paths, None for no file. Raises DataError if the files are too many or too large, or if a
+    path reaches outside."""
     if folder.is_dir():
         return folder
-    wanted: dict[str, str | None] = {path: blob for path, (blob, _) in blobs(repo, commit).items()}
+    wanted = _files(git, commit)
     wanted.update(instead or {})
     ids = {path: blob for path, blob in wanted.items() if blob is not None}
     outside = next((path for path in ids if {"", ".", "..", ".git"} & set(path.split("/"))), None)
     if outside is not None:
-        raise DataError(f"{repo}: {commit} has a file {outside!r:.100}, which reaches outside of its folder.")
-    texts, part = contents(repo, ids.values()), _part(folder)
+        raise DataError(f"{git.path}: {commit} has a file {outside!r:.100}, which reaches outside of its folder.")
+    texts, part = contents(git, ids.values()), _part(folder)
     part.mkdir(parents=True)
     try:
         for path, blob in ids.items():
             (part / path).parent.mkdir(parents=True, exist_ok=True)
             (part / path).write_bytes(texts[blob])
-        place(part, folder)
+        _place(part, folder)
     except (OSError, ValueError) as error:  # such as a name that is too long
-        raise DataError(f"{repo}: {commit} cannot be written: {error}") from None
+        raise DataError(f"{git.path}: {commit} cannot be written: {error}") from None
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return folder
 
 
-def changed(repo: Path, old: str, new: str) -> dict[str, tuple[str | None, str | None]]:
-    """The blobs before and after of each file whose content differs between two commits, None if there is none."""
-    rows = git(repo, "diff-tree", "-r", "-z", "--raw", "--no-renames", "--no-ext-diff", old, new).split(b"\0")
-    found: dict[str, tuple[str | None, str | None]] = {}
+def _files(git: Git, commit: str) -> dict[str, str | None]:
+    """The blob of each file of a commit."""
+    found: dict[str, str | None] = {}
+    for row in _utf8(git.entries("ls-tree", "-r", "-z", "--full-tree", commit)):
+        head, _, path = row.partition("\t")
+        mode, _, blob = head.split()
+        if mode in FILE_MODES:
+            found[path] = blob
+    if len(found) > MOST_FILES:
+        raise DataError(f"{git.path}: {commit} has more than {MOST_FILES:,} files.")
+    return found
+
+
+def contents(git: Git, ids: Iterable[str]) -> dict[str, bytes]:
+    """The blobs of these ids. Raises DataError if one is missing or they are too large."""
+    found, size = dict[str, bytes](), 0
+    with git.objects() as (ask, answer):
+        for blob in dict.fromkeys(ids):
+            ask.write(blob.encode() + b"\n")
+            ask.flush()
+            header = answer.readline(1000).split()
+            if header[1:2] != [b"blob"]:
+                raise DataError(f"{git.path} does not contain the object {blob}.")
+            size += int(header[2])
+            if size > MOST_UNPACKED:
+                raise DataError(f"{git.path}: a commit has more than {MOST_UNPACKED >> 20} MiB.")
+            found[blob] = answer.read(int(header[2]) + 1)[:-1]
+    return found
+
+
+def changed(git: Git, old: str, new: str) -> Blobs:
+    """Each file whose content differs between two commits."""
+    rows = git.call("diff-tree", "-r", "-z", "--raw", "--no-renames", "--no-ext-diff", old, new).split(b"\0")
+    found: Blobs = {}
     for head, path in zip(rows[::2], rows[1::2], strict=False):
-        modes = head.decode().lstrip(":").split()
+        fields = head.decode().lstrip(":").split()
         before, after = (
-            blob if FILE.fullmatch(mode) else None for mode, blob in zip(modes[:2], modes[2:4], strict=True)
+            blob if mode in FILE_MODES else None for mode, blob in zip(fields[:2], fields[2:4], strict=True)
         )
         if before != after:
             found |= dict.fromkeys(_utf8([path]), (before, after))
     return found
+
+
+def changed_lines(git: Git, old: str, new: str) -> dict[str, int]:
+    """The number of lines that differ between two commits by path."""
+    options = ("-r", "-z", "--numstat", "--no-renames", "--no-ext-diff", "--no-textconv", "--text")
+    rows = (row.split("\t", 2) for row in _utf8(git.entries("diff-tree", *options, old, new)))
+    return {row[2]: int(row[0]) + int(row[1]) for row in rows if len(row) == 3}
 
 
 def _utf8(rows: Iterable[bytes]) -> Iterator[str]:

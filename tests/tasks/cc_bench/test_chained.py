@@ -21,10 +21,9 @@ from glm5.sandbox.cancel import DEADLINE
 from glm5.tasks.cc_bench.chain_build import Origin, State, build_chains, files_of, history_of, read_chain
 from glm5.tasks.cc_bench.chain_groups import Change, change, class_of, partition, relatedness, split
 from glm5.tasks.cc_bench.chained import ChainedFamily, ChainEnv, ChainProblem, replay
-from glm5.tasks.swe.git import git
 from tests.agents.scripted_model import Say, ScriptedModel
 from tests.rooms import needs_rooms
-from tests.tasks.swe.tiny import site
+from tests.tasks.swe.tiny import commit, git, site
 
 
 @given(st.integers(1, 8), st.integers(1, 8), st.floats(0, 2), st.data())
@@ -134,11 +133,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     repo.mkdir()
     git(repo, "init", "-q")
     for message, files in HISTORY:
-        for path, text in files.items():
-            (repo / path).parent.mkdir(parents=True, exist_ok=True)
-            (repo / path).write_text(text)
-        git(repo, "add", "-A")
-        git(repo, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", message)
+        commit(repo, message, files)
     work, base = folder / "out" / "work", folder / "out" / "work" / "bases" / "site" / "opt"
     base.mkdir(parents=True)
     (base / "site").symlink_to(site())

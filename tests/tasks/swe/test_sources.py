@@ -18,11 +18,11 @@ from glm5.tasks.swe import sdist_backend
 from glm5.tasks.swe.build import Build
 from glm5.tasks.swe.candidate import Candidate, unified
 from glm5.tasks.swe.commits import Commits, fixes, message_of, open_commit
-from glm5.tasks.swe.git import git, write_tree
+from glm5.tasks.swe.git import opened, write_tree
 from glm5.tasks.swe.make import make
 from glm5.tasks.swe.repositories import PACKAGES, download, from_tree, metadata, packages, pip, unpack
 from glm5.tasks.swe.versions import Versions
-from tests.tasks.swe.tiny import CLIP, TESTS, tiny
+from tests.tasks.swe.tiny import CLIP, TESTS, commit, git, tiny
 
 OLD = CLIP.replace("x > high", "x >= high + 1").replace("part.strip() for", "part for").replace("def spread", "def gap")
 
@@ -102,20 +102,11 @@ def test_changes_of_comments_only_are_no_candidates(tmp_path: Path) -> None:
     assert not list(Versions(tmp_path / "old", "0.9").candidates(new, 0))
 
 
-def commit(repo: Path, message: str, files: dict[str, str]) -> None:
-    for path, text in files.items():
-        (repo / path).parent.mkdir(parents=True, exist_ok=True)
-        (repo / path).write_text(text)
-    git = ["git", "-C", str(repo), "-c", "user.name=a", "-c", "user.email=a@b.c"]
-    subprocess.run([*git, "add", "-A"], check=True, capture_output=True)
-    subprocess.run([*git, "commit", "-q", "-m", message], check=True, capture_output=True)
-
-
 @pytest.fixture
 def history(tmp_path: Path) -> Path:
     repo = tmp_path / "project"
     repo.mkdir()
-    subprocess.run(["git", "init", "-q", str(repo)], check=True, capture_output=True)
+    git(repo, "init", "-q")
     base = {"tiny/__init__.py": "", "tiny/ranges.py": OLD, "tests/test_ranges.py": "def test_x():\n    pass\n"}
     commit(repo, "Start", base)
     commit(
@@ -144,7 +135,7 @@ def test_no_program_of_a_repository_runs(history: Path, tmp_path: Path, monkeypa
     """`git archive` would write files as the repository's filters make them."""
     (history / ".git/info/attributes").write_text("* filter=x\n")
     for key, value in (("smudge", f"touch {tmp_path}/ran; cat"), ("required", "true")):
-        subprocess.run(["git", "-C", str(history), "config", f"filter.x.{key}", value], check=True)
+        git(history, "config", f"filter.x.{key}", value)
     monkeypatch.setattr("glm5.tasks.swe.commits.install", lambda requirements, folder: tmp_path)
     repository, _ = open_commit(history, next(fixes(history, 1)), (), tmp_path / "work", "MIT")
     assert repository.read("tiny/ranges.py") == CLIP and not (tmp_path / "ran").exists()
@@ -199,7 +190,7 @@ def commits_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def written_in_js(repo: Path) -> Path:
     repo.mkdir(parents=True)
-    subprocess.run(["git", "init", "-q", str(repo)], check=True, capture_output=True)
+    git(repo, "init", "-q")
     commit(repo, "Start", {"clip.js": "1\n", "test/a/clip.test.js": "2\n", "LICENSE": "MIT License\n"})
     commit(repo, "Fix the upper end of clip (#7)", {"clip.js": "3\n", "test/a/clip.test.js": "4\n", "x.py": "5\n"})
     commit(repo, "Fix what no listed test looks at", {"clip.js": "6\n", "test/slow.test.js": "7\n"})
@@ -236,16 +227,14 @@ def test_a_listed_repository_is_cloned_once_and_others_go_on(
 ) -> None:
     asked: list[str] = []
 
-    def cloned(repo: Path, *arguments: str, **rest: Any) -> bytes:
-        if arguments[0] == "clone":
-            asked.append(arguments[-2])
-            if "other" not in arguments[-2]:
-                raise DataError("no network")
-            (tmp_path / "upstream/.git").rename(repo)
-        return git(repo, *arguments, **rest) if arguments[0] != "clone" else b""
+    def network(folder: Path, *arguments: str) -> None:
+        asked.append(arguments[-2])
+        if "other" not in arguments[-2]:
+            raise DataError("no network")
+        (tmp_path / "upstream/.git").rename(folder)
 
     written_in_js(tmp_path / "upstream")
-    monkeypatch.setattr("glm5.tasks.swe.git.git", cloned)
+    monkeypatch.setattr("glm5.tasks.swe.git._network", network)
     for _ in range(2):
         told: list[str] = []
         jobs = commits_of(only=["elsewhere", "other", "offline"], told=told.append)
@@ -273,7 +262,7 @@ HOSTILE = {  # of the clone: they must change nothing
 def test_settings_and_attributes_of_a_repository_change_nothing(commits_of: Any, tmp_path: Path) -> None:
     repo = tmp_path / "project"
     repo.mkdir()
-    subprocess.run(["git", "init", "-q", str(repo)], check=True, capture_output=True)
+    git(repo, "init", "-q")
     start = {"clip.js": "1\n", "caf\u00e9.js": "1\n", "test/clip.test.js": "1\n", ".gitattributes": ATTRIBUTES,
              "README.md": "$Format:%H %B$\n", "CHANGELOG": "old\n", "test/other.spec.mjs": "1\n"}  # fmt: skip
     commit(repo, "Start", start)
@@ -281,9 +270,9 @@ def test_settings_and_attributes_of_a_repository_change_nothing(commits_of: Any,
     changes = {path: text.replace("1", "2").replace("old", "it is 2 now") for path, text in start.items()}
     commit(repo, "Fix the upper end of caf\u00e9", changes)
     for key, value in HOSTILE.items():
-        subprocess.run(["git", "-C", str(repo), "config", key, value], check=True)
-    original = git(repo, "rev-parse", "HEAD").decode().strip()
-    subprocess.run(["git", "-C", str(repo), "replace", original, "HEAD~1"], check=True)
+        git(repo, "config", key, value)
+    original = git(repo, "rev-parse", "HEAD")
+    git(repo, "replace", original, "HEAD~1")
     ((name, job),) = commits_of(repos=[repo]).items()
     repository, sources = job.opened()
     (candidate,) = sources[0].candidates(repository, 0)
@@ -293,9 +282,9 @@ def test_settings_and_attributes_of_a_repository_change_nothing(commits_of: Any,
     assert repository.read("test/clip.test.js") == "2\n" and repository.read("test/other.spec.mjs") == "1\n"
     assert not (repository.root / "link.js").exists() and original.startswith(name.split()[1])
     (tmp_path / "project/sub").mkdir()
-    with pytest.raises(DataError, match="inside of a git repository"):
+    with pytest.raises(DataError, match="not a git repository"):
         list(fixes(repo / "sub", 10))
-    with pytest.raises(DataError, match="rev-parse"):
+    with pytest.raises(DataError, match="not a git repository with a commit"):
         list(fixes(repo, 10, until=f"--output={tmp_path}/x"))
 
 
@@ -327,16 +316,18 @@ def test_a_fix_that_comes_twice_is_one(commits_of: Any, tmp_path: Path) -> None:
 
 def test_a_tree_that_reaches_outside_or_is_too_large_falls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     repo = written_in_js(tmp_path / "project")
-    blob = git(repo, "hash-object", "-w", "--stdin", stdin=b"x").decode().strip()
+    blob = git(repo, "hash-object", "-w", "--stdin", stdin=b"x")
     for name, said in (("..", "outside"), (".git", "outside"), ("a" * 300, "cannot be written")):
-        tree = git(repo, "hash-object", "-t", "tree", "-w", "--literally", "--stdin",
-                   stdin=f"100644 {name}\0".encode() + bytes.fromhex(blob)).decode().strip()  # fmt: skip
-        made = git(repo, "-c", "user.name=a", "-c", "user.email=a@b", "commit-tree", "-m", "x", tree).decode().strip()
+        entry = f"100644 {name}\0".encode() + bytes.fromhex(blob)
+        tree = git(repo, "hash-object", "-t", "tree", "-w", "--literally", "--stdin", stdin=entry)
+        made = git(repo, "commit-tree", "-m", "x", tree)
         with pytest.raises(DataError, match=said):
-            write_tree(repo, made, tmp_path / "out")
-    monkeypatch.setattr("glm5.tasks.swe.git.MOST_UNPACKED", 5)
-    with pytest.raises(DataError, match="has more than"):
-        write_tree(repo, "HEAD", tmp_path / "out")
+            write_tree(opened(repo)[0], made, tmp_path / "out")
+    for limit, said in (("MOST_UNPACKED", "MiB"), ("MOST_FILES", "files")):
+        monkeypatch.setattr(f"glm5.tasks.swe.git.{limit}", 2)
+        with pytest.raises(DataError, match=said):
+            write_tree(*opened(repo), tmp_path / "out")
+        monkeypatch.undo()
     assert not list(tmp_path.glob("out*"))
 
 

@@ -6,6 +6,7 @@ import atexit
 import functools
 import importlib.util
 import shutil
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -92,3 +93,16 @@ def tiny(root: Path, source: str = CLIP, tests: str = TESTS) -> Repository:
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_text(text)
     return from_tree(root, "tiny", "1.0", "MIT", "test", (site(),))
+
+
+def git(repo: Path, *arguments: str, stdin: bytes = b"") -> str:
+    command = ["git", "-C", str(repo), "-c", "user.name=a", "-c", "user.email=a@b.c", *arguments]
+    return subprocess.run(command, check=True, capture_output=True, input=stdin).stdout.decode().strip()
+
+
+def commit(repo: Path, message: str, files: dict[str, str]) -> None:
+    for path, text in files.items():
+        (repo / path).parent.mkdir(parents=True, exist_ok=True)
+        (repo / path).write_text(text)
+    git(repo, "add", "-A")
+    git(repo, "commit", "-q", "-m", message)
