@@ -340,3 +340,7 @@ def test_a_crate_without_optional_dependencies(tmp_path: Path) -> None:
     simplify(tmp_path)
     left = (tmp_path / "Cargo.toml").read_text()
     assert "serde" not in left and "rand" not in left and '"default" = ["std"]' in left
+    for key in ("version", "edition"):
+        (tmp_path / "Cargo.toml").write_text(f'[package]\nname = "x"\n{key}.workspace = true\n')
+        with pytest.raises(DataError, match="workspace"):
+            simplify(tmp_path)

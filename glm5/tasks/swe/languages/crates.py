@@ -12,7 +12,8 @@ from glm5.errors import DataError
 
 def simplify(root: Path) -> None:
     """Write `Cargo.toml` without optional and test dependencies, which cargo would look for even if nothing uses them,
-    and without the features that need them. Raises DataError if the crate has dependencies that are not optional."""
+    and without the features that need them. Raises DataError if the crate has dependencies that are not optional, or
+    takes its edition from a workspace."""
     path = root / "Cargo.toml"
     data: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     needed = [
@@ -23,9 +24,11 @@ def simplify(root: Path) -> None:
     if needed:
         raise DataError(f"{path}: needs {', '.join(sorted(needed))}.")
     package = data["package"]
+    if any(isinstance(package.get(key), dict) for key in ("version", "edition")):
+        raise DataError(f"{path}: is a part of a workspace.")
     lines = ["[package]"]
     for key in ("name", "version", "edition", "license", "build", "links"):
-        if key in package:
+        if key in package and not isinstance(package[key], dict):
             lines.append(f"{key} = {json.dumps(package[key])}")
     lines += ["", "[lib]"] + [
         f"{key} = {json.dumps(data['lib'][key])}"
