@@ -118,7 +118,7 @@ def _suiting(git: Git, commit: Commit, files: Files) -> Blobs:
     if not sources or not any(files.is_test(path) for path in blobs):
         return {}
     lines = changed_lines(git, commit.parent, commit.hash)
-    return sources if sum(lines.get(path, 0) for path in sources) <= MOST_CHANGED else {}
+    return sources if sum(lines.get(path, MOST_CHANGED + 1) for path in sources) <= MOST_CHANGED else {}
 
 
 def commit_tree(repo: Path, name: str, version: str, work: Path, files: Files) -> SourceTree:

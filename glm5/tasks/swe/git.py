@@ -152,10 +152,10 @@ def changed(git: Git, old: str, new: str) -> Blobs:
 
 
 def changed_lines(git: Git, old: str, new: str) -> dict[str, int]:
-    """The number of lines that differ between two commits by path."""
+    """The number of lines that differ between two commits by path, without files that git cannot compare."""
     options = ("-r", "-z", "--numstat", "--no-renames", "--no-ext-diff", "--no-textconv", "--text")
     rows = (row.split("\t", 2) for row in _utf8(git.entries("diff-tree", *options, old, new)))
-    return {row[2]: int(row[0]) + int(row[1]) for row in rows if len(row) == 3}
+    return {row[2]: int(row[0]) + int(row[1]) for row in rows if len(row) == 3 and row[0].isdigit()}
 
 
 def _utf8(rows: Iterable[bytes]) -> Iterator[str]:
