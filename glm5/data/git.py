@@ -175,6 +175,7 @@ class Git:
         with tempfile.TemporaryFile() as errors, self._process(arguments, errors, subprocess.DEVNULL) as process:
             assert process.stdout is not None  # a pipe
             clock = threading.Timer(_SECONDS, process.kill)
+            clock.daemon = True  # else it would keep a program that ends by an error
             clock.start()
             try:
                 while piece := process.stdout.read(_LISTED_BYTES):

@@ -264,7 +264,8 @@ def test_settings_and_attributes_of_a_repository_change_nothing(commits_of: Any,
     repo.mkdir()
     git(repo, "init", "-q")
     start = {"clip.js": "1\n", "caf\u00e9.js": "1\n", "test/clip.test.js": "1\n", ".gitattributes": ATTRIBUTES,
-             "README.md": "$Format:%H %B$\n", "CHANGELOG": "old\n", "test/other.spec.mjs": "1\n", "logo.png": "\0001"}  # fmt: skip
+             "README.md": "$Format:%H %B$\n", "CHANGELOG": "old\n", "test/other.spec.mjs": "1\n",
+             "logo.png": "\0001"}  # fmt: skip
     commit(repo, "Start", start)
     (repo / "link.js").symlink_to("clip.js")
     changes = {path: text.replace("1", "2").replace("old", "it is 2 now") for path, text in start.items()}
