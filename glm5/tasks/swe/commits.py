@@ -19,7 +19,7 @@ from glm5.tasks.swe.debian import licence as licence_of
 from glm5.tasks.swe.git import Blobs, changed, changed_lines, contents, opened, parent_of, write_tree
 from glm5.tasks.swe.renames import renamed
 from glm5.tasks.swe.repositories import from_tree, install
-from glm5.tasks.swe.versions import CHANGELOG, scrub
+from glm5.tasks.swe.versions import CHANGELOG, kind_of, scrub
 
 OTHER_TYPES = re.compile(
     r"\s*(chore|docs?|feat|feature|refactor|style|tests?|ci|build|perf|revert|release|bump|merge|wip)\b.{0,40}?[:!(]|"
@@ -83,7 +83,7 @@ def message_of(text: str) -> str:
     text = VERB.sub(r"\1", "\n".join(lines))
     for pattern in (TICKET, REFERENCE, ADDRESS):
         text = pattern.sub("", text)
-    return scrub(text)
+    return re.sub(r"(?m)^\W+$|[ \t]+(?=[.,;:!?](?:\s|$))", "", scrub(text)).strip()
 
 
 def fixes(repo: Path, most: int, files: Files | None = None, until: str = "HEAD") -> Iterator[Commit]:
@@ -186,9 +186,10 @@ class Commits:
         odd = any(not path.isprintable() or any(f"{path}/" in other for other in changes) for path in changes)
         if not changes or not same or odd:
             return
-        missing = renamed(changes, fixed) if repository.language == "python" else ()
-        yield Candidate(repository, self.name, changes, "refactor" if missing else "bug-fix", notes=("commit",),
-                        description=self.commit.message, missing=missing,
+        kind, missing = kind_of(changes, fixed, repository.language)
+        subject = self.commit.message.split("\n", 1)[0]  # what follows tells how it was repaired
+        yield Candidate(repository, self.name, changes, kind, notes=("commit",), missing=missing,
+                        description=subject if len(subject) >= SHORTEST_MESSAGE else "",
                         tier="hard" if len(changes) > 1 else "single")  # fmt: skip
 
 

@@ -102,7 +102,7 @@ def make(
         opened = lambda package, version: imports.open_package(package, language, work, version)  # noqa: E731
     if rows is not None:
         chosen = [package for package in chosen if any(row["package"] == package.name for row in rows)]
-    jobs = _in_turn(_jobs(package, sources, opened, featadd) for package in chosen)
+    jobs = _in_turn(_jobs(package, sources, opened, featadd, rows) for package in chosen)
     if "commits" in sources and language != "python":
         jobs += _in_turn(_history(p.history, language, work, rows, told) for p in chosen if p.history)
     made = build.run(jobs, per_package, count, at_once)["sources"]
@@ -145,9 +145,16 @@ def _mutated(package: Any, opened: Opener) -> Opened:
     return repository, [Mutations() if repository.language == "python" else SyntaxMutations()]
 
 
-def _jobs(package: Any, sources: Sequence[str], opened: Opener, featadd: FeatAdd | None) -> list[Job]:
-    """The jobs of all sources but `mutate`: each listed version with the one before it, the patches of every listed
-    version of a Debian package, features. A version that is a binary package has neither tests nor patches."""
+def _jobs(
+    package: Any,
+    sources: Sequence[str],
+    opened: Opener,
+    featadd: FeatAdd | None = None,
+    rows: Sequence[Mapping[str, str]] | None = None,
+) -> list[Job]:
+    """The jobs of all sources but `mutate`: each listed version with the one before it, or those that `rows` of a
+    manifest name; the patches of every listed version of a Debian package; features. A version that is a binary package
+    has neither tests nor patches."""
 
     def taken_back(version: str, older: str) -> Opened:
         previous = opened(package, older)[0].root
@@ -164,7 +171,8 @@ def _jobs(package: Any, sources: Sequence[str], opened: Opener, featadd: FeatAdd
     if "versions" in sources:
         for place, old in enumerate(versions[1:], 1):
             new = next(version for version in reversed(versions[:place]) if version in tested)
-            jobs.append(Job(f"{package.name} {new} from {old}", functools.partial(taken_back, new, old)))
+            if rows is None or any(row["package"] == package.name and row["version"] == new for row in rows):
+                jobs.append(Job(f"{package.name} {new} from {old}", functools.partial(taken_back, new, old)))
     if "patches" in sources and getattr(package, "source", "") == "debian":
         names = ["", *(f" {version}" for version in tested[1:])]
         jobs += [Job(f"{package.name}{name} patches", functools.partial(patched, name[1:])) for name in names]

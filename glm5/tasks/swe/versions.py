@@ -72,9 +72,7 @@ class Versions:
             if self.most_lines is not None and size > self.most_lines:
                 continue
             if any(_differs(new[p], t, p, repository.language) for p, t in changes.items() if t is not None):
-                renames = renamed(changes, new) if repository.language == "python" else ()
-                missing = renames or _added_names(changes, new, repository.language)
-                kind = "refactor" if renames else "feature" if missing else "bug-fix"
+                kind, missing = kind_of(changes, new, repository.language)
                 tier = "hard" if len(changes) > 1 else "single"
                 yield Candidate(
                     repository,
@@ -88,6 +86,15 @@ class Versions:
                     origin,
                     next((one for path in changes for one in (files[path], whole) if _part(changes, one)), None),
                 )
+
+
+def kind_of(
+    changes: Mapping[str, str | None], new: Mapping[str, str | None], language: str
+) -> tuple[str, tuple[tuple[str, str], ...]]:
+    """The kind of what takes `changes` back from `new`, and the (path, name) that are missing then."""
+    renames = renamed(changes, new) if language == "python" else ()
+    missing = renames or _added_names(changes, new, language)
+    return "refactor" if renames else "feature" if missing else "bug-fix", missing
 
 
 def _part(changes: Mapping[str, str | None], wider: Candidate | None) -> bool:
@@ -165,13 +172,13 @@ def _changed_lines(old: str, new: str) -> list[str]:
 
 
 def _added_names(
-    changes: Mapping[str, str | None], new: Mapping[str, str], language: str
+    changes: Mapping[str, str | None], new: Mapping[str, str | None], language: str
 ) -> tuple[tuple[str, str], ...]:
     """(path, name) of public functions and classes that only the fixed state defines."""
     pairs = (
-        (path, public_names(new[path], path, language) - public_names(text, path, language))
+        (path, public_names(fixed, path, language) - public_names(text, path, language))
         for path, text in changes.items()
-        if text is not None
+        if text is not None and (fixed := new[path]) is not None
     )
     return tuple((path, name) for path, names in pairs for name in sorted(names))
 

@@ -188,11 +188,15 @@ def commits_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return run
 
 
+UPPER = "function upper() {}\n"
+
+
 def written_in_js(repo: Path) -> Path:
     repo.mkdir(parents=True)
     git(repo, "init", "-q")
     commit(repo, "Start", {"clip.js": "1\n", "test/a/clip.test.js": "2\n", "LICENSE": "MIT License\n"})
-    commit(repo, "Fix the upper end of clip (#7)", {"clip.js": "3\n", "test/a/clip.test.js": "4\n", "x.py": "5\n"})
+    changes = {"clip.js": UPPER, "test/a/clip.test.js": "4\n", "x.py": "5\n"}
+    commit(repo, "Fix the upper end of clip (#7)\n\nWith a new function.", changes)
     commit(repo, "Fix what no listed test looks at", {"clip.js": "6\n", "test/slow.test.js": "7\n"})
     commit(repo, "Fix a wrong word of a test only", {"test/a/clip.test.js": "8\n", "dist/clip.js": "9\n"})
     return repo
@@ -204,7 +208,8 @@ def test_the_history_of_a_repository_in_another_language(commits_of: Any, tmp_pa
     repository, sources = jobs[name].opened()
     (candidate,) = sources[0].candidates(repository, 0)
     assert dict(candidate.changes) == {"clip.js": "1\n"} and candidate.description == "Fix the upper end of clip"
-    assert repository.read("clip.js") == "3\n" and repository.test_files == ("test/a/clip.test.js",)
+    assert candidate.kind == "feature" and candidate.missing == (("clip.js", "upper"),)
+    assert repository.read("clip.js") == UPPER and repository.test_files == ("test/a/clip.test.js",)
     assert (repository.licence, repository.version) == ("MIT License", name.split()[1])
     assert repository.origin.startswith("git:" + name.split()[1])
     row = '{"id": "a", "sha256": "b", "package": "project", "version": "%s"}\n'
@@ -240,7 +245,7 @@ def test_a_listed_repository_is_cloned_once_and_others_go_on(
         jobs = commits_of(only=["elsewhere", "other", "offline"], told=told.append)
         (name,) = jobs
         repository = jobs[name].opened()[0]
-        assert repository.licence == "MIT" and repository.title == "other" and repository.read("clip.js") == "3\n"
+        assert repository.licence == "MIT" and repository.title == "other" and repository.read("clip.js") == UPPER
         assert "https://" in told[0] and "no network" in told[1] and not Path("ran").exists()
     assert asked == ["https://example.com/other", *["https://example.com/offline"] * 2]
     (tmp_path / "m.jsonl").write_text('{"id": "a", "sha256": "b", "package": "offline", "version": "1.0"}\n')
@@ -311,7 +316,7 @@ def test_git_applies_a_patch_of_any_lines(pair: tuple[str, str]) -> None:
 def test_a_fix_that_comes_twice_is_one(commits_of: Any, tmp_path: Path) -> None:
     repo = written_in_js(tmp_path / "project")
     commit(repo, "Take that back", {"clip.js": "1\n", "test/a/clip.test.js": "2\n"})
-    commit(repo, "Fix the upper end of clip again", {"clip.js": "3\n", "test/a/clip.test.js": "4\n"})
+    commit(repo, "Fix the upper end of clip again", {"clip.js": UPPER, "test/a/clip.test.js": "4\n"})
     assert len(commits_of(repos=[repo])) == 1
 
 
@@ -341,6 +346,7 @@ def test_a_tree_that_reaches_outside_or_is_too_large_falls(tmp_path: Path, monke
         ("Fix a crash\n\nReported-by: Joe Doe <joe@x.org>\nLink: https://a.b/c\nFixes: 12345678", "Fix a crash"),
         ("Bug: the list was reversed since commit 12345678", "Bug: the list was reversed since"),
         ("Fix the case of <b> after issues/77", "Fix the case of <b> after"),
+        ("Fix the sum of a - b (#7) .\n\n.\n", "Fix the sum of a - b"),
     ],
 )
 def test_what_leads_to_a_commit_is_not_in_its_message(text: str, left: str) -> None:
