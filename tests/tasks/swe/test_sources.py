@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import io
 import re
+import shutil
+import ssl
 import subprocess
 import tarfile
 import tempfile
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +23,7 @@ from glm5.tasks.swe import sdist_backend
 from glm5.tasks.swe.build import Build
 from glm5.tasks.swe.candidate import Candidate, unified
 from glm5.tasks.swe.commits import Commits, fixes, message_of, open_commit
-from glm5.tasks.swe.git import opened, write_tree
+from glm5.tasks.swe.git import clone, opened, write_tree
 from glm5.tasks.swe.make import make
 from glm5.tasks.swe.repositories import PACKAGES, download, from_tree, metadata, packages, pip, unpack
 from glm5.tasks.swe.versions import Versions
@@ -250,6 +255,40 @@ def test_a_listed_repository_is_cloned_once_and_others_go_on(
     assert asked == ["https://example.com/other", *["https://example.com/offline"] * 2]
     (tmp_path / "m.jsonl").write_text('{"id": "a", "sha256": "b", "package": "offline", "version": "1.0"}\n')
     assert not commits_of(only=["offline"], manifest=tmp_path / "m.jsonl") and len(asked) == 3
+
+
+def test_a_repository_is_cloned_over_https_and_brought_up_to_date(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("this machine has no openssl.")
+    upstream, key, certificate = written_in_js(tmp_path / "upstream"), tmp_path / "key.pem", tmp_path / "cert.pem"
+    made = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=localhost".split()
+    made += ["-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(made, check=True, capture_output=True)
+    git(upstream, "update-server-info")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    monkeypatch.setenv("GIT_SSL_CAINFO", str(certificate))
+    monkeypatch.setenv("no_proxy", "localhost")
+    quiet = type("Quiet", (SimpleHTTPRequestHandler,), {"log_message": lambda *_: None})
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(quiet, directory=str(upstream / ".git"))) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            origin = f"https://localhost:{server.server_port}/"
+            first = clone(origin, "@a/project", git(upstream, "rev-parse", "HEAD"), tmp_path / "work")
+            commit(upstream, "A later one", {"clip.js": "0\n"})
+            git(upstream, "update-server-info")
+            last = git(upstream, "rev-parse", "HEAD")
+            assert clone(origin, "@a/project", last, tmp_path / "work") == first and opened(first, last)[1] == last
+            with pytest.raises(DataError, match="git clone"):
+                clone(f"{origin}nowhere/", "other", "HEAD", tmp_path / "work")
+        finally:
+            server.shutdown()
+            thread.join()
+    assert [path.name for path in (tmp_path / "work/git").iterdir()] == [first.name]
 
 
 ATTRIBUTES = """\
