@@ -162,7 +162,10 @@ def _differs(fixed: str, bugged: str, path: str, language: str) -> bool:
     if isinstance(old, Parsed) and isinstance(new, Parsed):
         alike = old.errors() > new.errors() or old.tokens() == new.tokens()
     else:
-        alike = language == "python" and runs_alike(fixed, bugged)
+        try:
+            alike = language == "python" and runs_alike(fixed, bugged)
+        except (SyntaxError, ValueError):  # it parses and does not compile, such as a nonlocal name that is not bound
+            return False
     return not alike and any(line.strip() and "version" not in line.lower() for line in _changed_lines(fixed, bugged))
 
 

@@ -467,6 +467,10 @@ def test_a_part_of_what_fails_no_test_is_not_tried(
     assert tried == [one.id for one in parts[2:]] and runs == ["# 1", "# 2", "xed"]  # the last without a change
     rows = [json.loads(line) for line in (tmp_path / "rejects.jsonl").read_text().splitlines()]
     assert [row["reason"] for row in rows] == ["no failing test"] * 2 + ["crash"] * 2
+    tried.clear()
+    build = Build(tmp_path / "named", tmp_path / "work", driver=driver, named=dict.fromkeys((p.id for p in parts), ""))
+    build.run([Job("tiny", lambda: (repository, [source]))], per_package=9, count=None, at_once=1)
+    assert tried == [one.id for one in parts]  # another build has made them
 
 
 def test_kept_byte_code_is_of_the_fixed_state(tmp_path: Path) -> None:

@@ -48,6 +48,15 @@ def test_a_release_is_taken_back_hunk_by_hunk_and_whole(tmp_path: Path) -> None:
     assert "bug-fix" in kinds.values()
 
 
+def test_a_hunk_that_parses_and_does_not_compile_is_left_out(tmp_path: Path) -> None:
+    apart = "    #\n" * 6
+    inner = f"\n\ndef count():\n{{}}\n{apart}    def more():\n{{}}\n    return more\n"
+    new = tiny(tmp_path / "new", source=CLIP + inner.format("    n = 1", "        nonlocal n\n        n = 2"))
+    tiny(tmp_path / "old", source=CLIP + inner.format("    pass", "        return 3"))
+    found = list(Versions(tmp_path / "old", "0.9").candidates(new, 0))
+    assert len(found) == 2 and all(compile(str(c.changes["tiny/ranges.py"]), "m", "exec") for c in found)
+
+
 def test_a_hunk_is_within_its_file_and_that_within_the_release(tmp_path: Path) -> None:
     new = tiny(tmp_path / "new")
     tiny(tmp_path / "old", source=OLD)
