@@ -145,7 +145,7 @@ def test_tools_over_a_service(table: str, service: str) -> None:
 @pytest.mark.parametrize(
     ("head", "pieces", "said"),
     [
-        ([], 40, "did not finish its answer in 0 seconds"),
+        ([], 300, "did not finish its answer in 0 seconds"),
         ([("content-encoding", "gzip")], 1, "a compressed form"),
         ([("location", "http://[")], 1, "status 302|does not answer"),
     ],
@@ -168,11 +168,12 @@ def test_answers_of_a_hostile_service(
     seen: list[str] = []
     monkeypatch.setattr(Pages, "do_POST", post)
     problem = make_family("browsecomp", file=table, search=service).problem("heldout", 0)
-    monkeypatch.setattr("glm5.tasks.search.service.SECONDS", 0.2)
+    if pieces > 1:
+        monkeypatch.setattr("glm5.tasks.search.service.SECONDS", 0.2)
     started = time.monotonic()
     with pytest.raises(GradingError, match=said):
         problem.env().step(call("search", query="x"))
-    assert seen == ["identity"] and time.monotonic() - started < 0.7
+    assert seen == ["identity"] and time.monotonic() - started < 5.0  # all pieces take six
 
 
 @pytest.mark.long
