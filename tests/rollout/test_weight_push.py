@@ -164,12 +164,12 @@ def test_the_learner_does_not_wait_for_an_engine_that_hangs(
         model, began = make(seed=1), time.monotonic()
         found = await push.send(dict.fromkeys(engines, 1), 1, sender.write(model, 1))
         assert [found[engine].state for engine in engines] == ["lost", "ok"]
-        assert time.monotonic() - began < 5 and tensor_hashes(engines[1].model) == tensor_hashes(model)
+        assert time.monotonic() - began < 9 and tensor_hashes(engines[1].model) == tensor_hashes(model)
         await push.close()
 
-    monkeypatch.setattr(weight_push, "GRACE_SECONDS", 0.4)
-    monkeypatch.setattr(weight_groups, "WeightGroup", partial(WeightGroup, seconds=0.5))
-    with WeightSender("127.0.0.1", "gloo", 0.5) as sender:
+    monkeypatch.setattr(weight_push, "GRACE_SECONDS", 1.2)
+    monkeypatch.setattr(weight_groups, "WeightGroup", partial(WeightGroup, seconds=1.5))
+    with WeightSender("127.0.0.1", "gloo", 1.5) as sender:
         run(test, sender)
 
 
