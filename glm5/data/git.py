@@ -76,19 +76,18 @@ def read_git(location: str, report: ReadReport, limit: int) -> Iterator[Document
 
 def open_git(location: str) -> tuple[Git, str]:
     """The repository and the hash of the commit that PATH or PATH@REVISION names. Raises DataError."""
-    path, revision = _split(location)
-    git = Git(path)
+    return open_at(*_split(location))
+
+
+def open_at(path: Path, revision: str = "HEAD") -> tuple[Git, str]:
+    """The repository at `path` and the hash of a commit of it. Raises DataError, also for a folder inside of one."""
+    git = Git(path.resolve())
     git.stay_inside()
-    return git, commit_of(git, revision)
-
-
-def commit_of(git: Git, revision: str) -> str:
-    """The full hash of a commit. Raises DataError."""
     named = ("--verify", "--quiet", "--end-of-options", revision + "^{commit}")
     commit = git.call("rev-parse", *named).decode("ascii", "replace").strip()
     if not commit.isalnum():
         raise DataError(f'{git.path} is not a git repository with a commit "{revision}".')
-    return commit
+    return git, commit
 
 
 def _split(location: str) -> tuple[Path, str]:

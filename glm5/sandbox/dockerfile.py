@@ -325,7 +325,7 @@ def _pattern(name: str) -> str:
     first, *others = pieces
     if not others:
         return first
-    # A piece is taken at the first place where it fits and at no other: many stars could be tried in endless ways.
+    # Atomic groups: each piece matches at its first place only. Otherwise many stars would backtrack without end.
     return first + "".join(f"(?>[^/]*?{piece})" for piece in others[:-1]) + f"[^/]*{others[-1]}"
 
 

@@ -54,8 +54,8 @@ REMOVED = (
     "/etc/ld.so.preload", "/usr/pyvenv.cfg", "/usr/local/pyvenv.cfg", "/usr/local/bin/pyvenv.cfg",
     "/usr/local/bin/pybuilddir.txt", "/usr/local/bin/Modules", f"/usr/local/lib/python{VERSION}.zip",
 )  # fmt: skip
-"""In verifier rooms. They decide which libraries programs load, and where the machine's Python looks for its own. In
-images of Python it lies in /usr/local."""
+"""Files that verifier rooms lack. They decide which libraries programs load and where Python looks for its modules, in
+images of Python in /usr/local."""
 INODES_PER_MB = 128
 LEAST_BYTES, LEAST_INODES = 1 << 20, 2048  # of a layer, even if an agent left no space
 

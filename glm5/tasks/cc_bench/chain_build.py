@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from glm5.data.git import open_at
 from glm5.errors import DataError
 from glm5.files import publish_dir
 from glm5.tasks.cc_bench.chain_groups import (
@@ -35,7 +36,7 @@ from glm5.tasks.cc_bench.chain_groups import (
 from glm5.tasks.swe.candidate import Repository
 from glm5.tasks.swe.driver import APP, IN_ROOM, RoomDriver, spec_of
 from glm5.tasks.swe.folder import SITE, TEST_SH, protected_files
-from glm5.tasks.swe.git import opened, write_tree
+from glm5.tasks.swe.git import log, write_tree
 from glm5.tasks.swe.in_room.grade import CONFIGURATION, site_digest
 from glm5.tasks.swe.repositories import CONSTRAINTS, download, from_tree, install, metadata, packages, unpack
 from glm5.tasks.swe.versions import changelog, public_names, scrub
@@ -86,16 +87,12 @@ class ChainTask:
 
 def history_of(repo: Path, work: Path, most: int, end: str = "HEAD") -> list[State]:
     """The last `most` + 1 states of the line of first parents, oldest first; a merge ends it. Raises DataError."""
-    options = ("--first-parent", f"--max-count={most + 1}", "--encoding=UTF-8", "--format=%H%x00%P%x00%B%x01")
-    git, last = opened(repo, end)
-    raw = git.call("rev-list", *options, last).decode(errors="replace")
+    git, last = open_at(repo, end)
     found = list[State]()
-    for record in filter(None, (one.strip("\n") for one in raw.split("\x01"))):
-        commit, parents, message = record.split("\0", 2)
-        commit = commit.rsplit("\n", 1)[-1]
+    for commit, parents, message in log(git, "--first-parent", f"--max-count={most + 1}", last):
         root = write_tree(git, commit, work / "trees" / f"{repo.resolve().name}-{commit[:12]}")
         found.append(State(commit[:12], root, scrub(message)))
-        if len(parents.split()) != 1:
+        if len(parents) != 1:
             break
     return found[::-1]
 

@@ -130,7 +130,8 @@ class Build:
                 clean = functools.cache(lambda: self._usable(name, repository))  # only for a candidate that is new
                 for source in sources:
                     made = self._draw(name, source.candidates(repository, self.seed), clean, wanted, count)
-                    self._series[job.series] += made
+                    with self._lock:
+                        self._series[job.series] += made
                     self.told(f"{name}: {made} tasks from {source.name}")
         except DataError as error:
             self._write("packages", {"package": name, "reason": str(error)[:500]})

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from glm5.data.git import Git
+from glm5.data.git import Git, open_at
 from glm5.errors import DataError
 from glm5.tasks.swe.candidate import Candidate, Repository, Source
 from glm5.tasks.swe.debian import SourceTree
 from glm5.tasks.swe.debian import licence as licence_of
-from glm5.tasks.swe.git import Blobs, changed, changed_lines, contents, opened, parent_of, write_tree
+from glm5.tasks.swe.git import Blobs, changed, changed_lines, contents, log, parent_of, write_tree
 from glm5.tasks.swe.renames import renamed
 from glm5.tasks.swe.repositories import from_tree, install
 from glm5.tasks.swe.versions import CHANGELOG, kind_of, scrub
@@ -56,11 +56,12 @@ TEST_NAME = re.compile(r"(.*[._-])?(test|tests|spec)([._-].*)?\.\w+|.*[a-z0-9]Te
 
 @dataclass(frozen=True)
 class Commit:
-    """A commit with one parent; `message` is scrubbed."""
+    """A commit with one parent; `message` is scrubbed, `sources` are the sources that it changes."""
 
     hash: str
     parent: str
     message: str
+    sources: Blobs
 
 
 @dataclass(frozen=True)
@@ -90,41 +91,36 @@ def fixes(repo: Path, most: int, files: Files | None = None, until: str = "HEAD"
     """Bug fixes up to the commit `until` that change both sources and tests, newest first, at most `most`; one that
     comes twice, once. The default of `files` are Python's, of which renames are found too. Raises DataError if `repo`
     is no git repository."""
-    git, last = opened(repo, until)
-    raw = git.call("rev-list", "--no-merges", "--encoding=UTF-8", "--format=%H%x00%P%x00%B%x00%x01", last)
+    git, last = open_at(repo, until)
     found = set[frozenset[Any]]()
-    for record in raw.decode(errors="replace").split("\x01"):
-        fields = record.strip("\n").split("\0")
-        if len(fields) < 3 or len(fields[1].split()) != 1:
+    for commit, parents, text in log(git, "--no-merges", last):
+        message, fix = message_of(text), is_fix(text)
+        rename = files is None and RENAME.search(text.strip().split("\n", 1)[0])
+        if len(parents) != 1 or not (fix or rename) or len(message) < SHORTEST_MESSAGE:
             continue
-        message, fix = message_of(fields[2]), is_fix(fields[2])
-        rename = files is None and RENAME.search(fields[2].strip().split("\n", 1)[0])
-        if not (fix or rename) or len(message) < SHORTEST_MESSAGE:
-            continue
-        commit = Commit(fields[0].rsplit("\n", 1)[-1], fields[1], message)
-        sources = _suiting(git, commit, files or PYTHON)
+        sources = _suiting(git, parents[0], commit, files or PYTHON)
         key = frozenset(sources.items())
         if sources and key not in found and (fix or renamed(*_states(git, sources))):
             found.add(key)
-            yield commit
+            yield Commit(commit, parents[0], message, sources)
             if len(found) == most:
                 return
 
 
-def _suiting(git: Git, commit: Commit, files: Files) -> Blobs:
+def _suiting(git: Git, parent: str, commit: str, files: Files) -> Blobs:
     """The sources that a commit changes, if it changes tests too and not too much; else none."""
-    blobs = changed(git, commit.parent, commit.hash)
+    blobs = changed(git, parent, commit)
     sources = {path: pair for path, pair in blobs.items() if files.is_source(path)}
     if not sources or not any(files.is_test(path) for path in blobs):
         return {}
-    lines = changed_lines(git, commit.parent, commit.hash)
+    lines = changed_lines(git, parent, commit)
     return sources if sum(lines.get(path, MOST_CHANGED + 1) for path in sources) <= MOST_CHANGED else {}
 
 
 def commit_tree(repo: Path, name: str, version: str, work: Path, files: Files) -> SourceTree:
     """The files of a commit, without history. Documents, which may tell of the fix, and test files that `files` does
     not know are as in its parent. Raises DataError."""
-    git, commit = opened(repo, version)
+    git, commit = open_at(repo, version)
     parent = parent_of(git, commit)
     blobs = {} if parent is None else changed(git, parent, commit)
     instead = {path: old for path, (old, _) in blobs.items() if _stays(path, files)}
@@ -173,13 +169,12 @@ class Commits:
 
     name = "commits"
 
-    def __init__(self, repo: Path, commit: Commit, files: Files = PYTHON) -> None:
-        self.repo, self.commit, self.files = repo, commit, files
+    def __init__(self, repo: Path, commit: Commit) -> None:
+        self.repo, self.commit = repo, commit
 
     def candidates(self, repository: Repository, seed: int) -> Iterator[Candidate]:
         try:
-            git, _ = opened(self.repo)
-            changes, fixed = _states(git, _suiting(git, self.commit, self.files))
+            changes, fixed = _states(open_at(self.repo)[0], self.commit.sources)
             same = all(text is None or repository.read(path) == text for path, text in fixed.items())
         except (DataError, OSError, UnicodeDecodeError):  # an object is missing, or a file is not in the repository
             return

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from glm5.data.git import FILE_MODES, Git, commit_of
+from glm5.data.git import FILE_MODES, Git, open_at
 from glm5.errors import DataError
 from glm5.tasks.swe.repositories import MOST_FILES, MOST_UNPACKED
 
@@ -20,11 +20,13 @@ Blobs = dict[str, tuple[str | None, str | None]]
 """Ids of the blobs before and after a change by path, None for no file."""
 
 
-def opened(repo: Path, commit: str = "HEAD") -> tuple[Git, str]:
-    """The repository and the full hash of a commit. Raises DataError, also if `repo` is a folder inside of one."""
-    git = Git(repo.resolve())
-    git.stay_inside()
-    return git, commit_of(git, commit)
+def log(git: Git, *arguments: str) -> Iterator[tuple[str, list[str], str]]:
+    """Hash, hashes of the parents, and message of the commits that `git rev-list` lists. Raises DataError."""
+    form = ("--encoding=UTF-8", "--format=%H%x00%P%x00%B%x00%x01")
+    for record in git.call("rev-list", *form, *arguments).decode(errors="replace").split("\x01"):
+        fields = record.strip("\n").split("\0")
+        if len(fields) >= 3:
+            yield fields[0].rsplit("\n", 1)[-1], fields[1].split(), fields[2]  # git writes a line before each
 
 
 def clone(origin: str, name: str, commit: str, work: Path) -> Path:
@@ -43,7 +45,7 @@ def clone(origin: str, name: str, commit: str, work: Path) -> Path:
         finally:
             shutil.rmtree(part, ignore_errors=True)
     try:
-        opened(folder, commit)
+        open_at(folder, commit)
     except DataError:  # it is newer than the clone
         _network(folder, "fetch", "--quiet", "--tags", "--", origin, "+refs/heads/*:refs/heads/*")
     return folder
@@ -134,6 +136,8 @@ def contents(git: Git, ids: Iterable[str]) -> dict[str, bytes]:
             if size > MOST_UNPACKED:
                 raise DataError(f"{git.path}: a commit has more than {MOST_UNPACKED >> 20} MiB.")
             found[blob] = answer.read(int(header[2]) + 1)[:-1]
+            if len(found[blob]) != int(header[2]):
+                raise DataError(f"{git.path}: the object {blob} ends early; see `git fsck`.")
     return found
 
 

@@ -6,7 +6,7 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,7 @@ def make(
         if modules or repos:
             jobs = [Job(module, functools.partial(_open_module, module, work)) for module in modules]
             needed = tuple(sorted({*common, *requires}))
-            jobs += [job for name, repo in places.items() for job in _commit_jobs(name, repo, needed, work, told)]
+            jobs += [job for name, repo in places.items() for job in _python_history(name, repo, needed, work, told)]
             return build.run(jobs, per_package, count, at_once)
         chosen = _chosen(entries, only)
         pinned = CONSTRAINTS if listed is None else None
@@ -100,11 +100,14 @@ def make(
         local = {"source": "git", "version": "HEAD", "git": "", "previous": ()}
         chosen = [replace(p, **local, origin=str(places[p.name])) if p.name in places else p for p in chosen]
         opened = lambda package, version: imports.open_package(package, language, work, version)  # noqa: E731
+    wanted: dict[str, set[str] | None] = {package.name: None for package in chosen}  # versions, None for all
     if rows is not None:
-        chosen = [package for package in chosen if any(row["package"] == package.name for row in rows)]
-    jobs = _in_turn(_jobs(package, sources, opened, featadd, rows) for package in chosen)
+        wanted = {name: {row["version"] for row in rows if row["package"] == name} for name in wanted}
+        chosen = [package for package in chosen if wanted[package.name]]
+    jobs = _in_turn(_jobs(package, sources, opened, featadd, wanted[package.name]) for package in chosen)
     if "commits" in sources and language != "python":
-        jobs += _in_turn(_history(p.history, language, work, rows, told) for p in chosen if p.history)
+        histories = [package.history for package in chosen if package.history]
+        jobs += _in_turn(_history(package, language, work, wanted[package.name], told) for package in histories)
     made = build.run(jobs, per_package, count, at_once)["sources"]
     if "mutate" in sources:
         half = 2 * sum(row["tasks"] for source, row in made.items() if source != "mutate")
@@ -150,11 +153,11 @@ def _jobs(
     sources: Sequence[str],
     opened: Opener,
     featadd: FeatAdd | None = None,
-    rows: Sequence[Mapping[str, str]] | None = None,
+    wanted: Set[str] | None = None,
 ) -> list[Job]:
-    """The jobs of all sources but `mutate`: each listed version with the one before it, or those that `rows` of a
-    manifest name; the patches of every listed version of a Debian package; features. A version that is a binary package
-    has neither tests nor patches."""
+    """The jobs of all sources but `mutate`: each listed version, or those `wanted`, with the one before it; the patches
+    of every listed version of a Debian package; features. A version that is a binary package has neither tests nor
+    patches."""
 
     def taken_back(version: str, older: str) -> Opened:
         previous = opened(package, older)[0].root
@@ -171,7 +174,7 @@ def _jobs(
     if "versions" in sources:
         for place, old in enumerate(versions[1:], 1):
             new = next(version for version in reversed(versions[:place]) if version in tested)
-            if rows is None or any(row["package"] == package.name and row["version"] == new for row in rows):
+            if wanted is None or new in wanted:
                 jobs.append(Job(f"{package.name} {new} from {old}", functools.partial(taken_back, new, old)))
     if "patches" in sources and getattr(package, "source", "") == "debian":
         names = ["", *(f" {version}" for version in tested[1:])]
@@ -193,53 +196,54 @@ def _places(repos: Sequence[Path]) -> dict[str, Path]:
 
 
 def _history(
-    package: imports.Package,
-    language: str,
-    work: Path,
-    rows: Sequence[Mapping[str, str]] | None,
-    told: Callable[[str], None],
+    package: imports.Package, language: str, work: Path, wanted: Set[str] | None, told: Callable[[str], None]
 ) -> list[Job]:
-    """A job for each bug fix in a git repository, or for those that `rows` of a manifest name. None if it cannot be
-    read, such as without network: `told` says why, and the next build tries again."""
+    """A job for each bug fix in a git repository, or for those of the versions `wanted`."""
+
+    def found() -> Iterator[tuple[Path, Commit]]:
+        repo = clone(package.origin, package.name, package.version, work)
+        for commit in fixes(repo, MOST_COMMITS, imports.files_of(package, language), package.version):
+            if wanted is None or commit.hash[:12] in wanted:
+                yield repo, commit
 
     def fixed(repo: Path, commit: Commit) -> Opened:
-        return imports.open_package(package, language, work, commit.hash)[0], [Commits(repo, commit, files)]
+        local = replace(package, origin=str(repo))  # the clone is there
+        return imports.open_package(local, language, work, commit.hash)[0], [Commits(repo, commit)]
 
-    named = [row["version"] for row in rows or () if row["package"] == package.name]
-    wanted = {version for version in named if re.fullmatch("[0-9a-f]{12}", version)}
-    if rows is not None and not wanted:
+    if wanted is not None and not any(re.fullmatch("[0-9a-f]{12}", version) for version in wanted):
         return []
-    try:
-        files = imports.files_of(package, language)
-        repo = clone(package.origin, package.name, package.version, work)
-        found = list(fixes(repo, MOST_COMMITS, files, package.version))
-    except DataError as error:
-        told(f"{package.name}: no commits: {error}")
-        return []
-    return [
-        Job(f"{package.name} {commit.hash[:12]}", functools.partial(fixed, repo, commit), f"{package.name} commits")
-        for commit in found
-        if rows is None or commit.hash[:12] in wanted
-    ]
+    return _commit_jobs(package.name, found, fixed, told)
+
+
+def _python_history(
+    name: str, repo: Path, requirements: tuple[str, ...], work: Path, told: Callable[[str], None]
+) -> list[Job]:
+    """A job for each bug fix or renaming in a git repository."""
+    licence = next((f.name for f in sorted(repo.glob("LICEN[SC]E*"))), "unknown")
+    return _commit_jobs(
+        name,
+        lambda: ((repo, commit) for commit in fixes(repo, MOST_COMMITS)),
+        lambda place, commit: open_commit(place, commit, requirements, work, licence),
+        told,
+    )
 
 
 def _commit_jobs(
-    name: str, repo: Path, requirements: tuple[str, ...], work: Path, told: Callable[[str], None]
+    name: str,
+    found: Callable[[], Iterable[tuple[Path, Commit]]],
+    opened: Callable[[Path, Commit], Opened],
+    told: Callable[[str], None],
 ) -> list[Job]:
-    licence = next((f.name for f in sorted(repo.glob("LICEN[SC]E*"))), "unknown")
+    """A job for each commit in a repository. None if it cannot be read, such as without network: `told` says why, and
+    the next build tries again."""
     try:
-        found = list(fixes(repo, MOST_COMMITS))
+        return [
+            Job(f"{name} {commit.hash[:12]}", functools.partial(opened, repo, commit), f"{name} commits")
+            for repo, commit in found()
+        ]
     except DataError as error:
         told(f"{name}: no commits: {error}")
         return []
-    return [
-        Job(
-            f"{name} {commit.hash[:12]}",
-            functools.partial(open_commit, repo, commit, requirements, work, licence),
-            f"{name} commits",
-        )
-        for commit in found
-    ]
 
 
 def _open_module(name: str, work: Path) -> Opened:

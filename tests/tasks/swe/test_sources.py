@@ -18,12 +18,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies
 
+from glm5.data.git import open_at
 from glm5.errors import DataError, UsageError
 from glm5.tasks.swe import sdist_backend
 from glm5.tasks.swe.build import Build
 from glm5.tasks.swe.candidate import Candidate, unified
 from glm5.tasks.swe.commits import Commits, fixes, message_of, open_commit
-from glm5.tasks.swe.git import clone, opened, write_tree
+from glm5.tasks.swe.git import clone, write_tree
 from glm5.tasks.swe.make import make
 from glm5.tasks.swe.repositories import PACKAGES, download, from_tree, metadata, packages, pip, unpack
 from glm5.tasks.swe.versions import Versions
@@ -291,7 +292,7 @@ def test_a_repository_is_cloned_over_https_and_brought_up_to_date(
             commit(upstream, "A later one", {"clip.js": "0\n"})
             git(upstream, "update-server-info")
             last = git(upstream, "rev-parse", "HEAD")
-            assert clone(origin, "@a/project", last, tmp_path / "work") == first and opened(first, last)[1] == last
+            assert clone(origin, "@a/project", last, tmp_path / "work") == first and open_at(first, last)[1] == last
             with pytest.raises(DataError, match="git clone"):
                 clone(f"{origin}nowhere/", "other", "HEAD", tmp_path / "work")
         finally:
@@ -376,11 +377,11 @@ def test_a_tree_that_reaches_outside_or_is_too_large_falls(tmp_path: Path, monke
         tree = git(repo, "hash-object", "-t", "tree", "-w", "--literally", "--stdin", stdin=entry)
         made = git(repo, "commit-tree", "-m", "x", tree)
         with pytest.raises(DataError, match=said):
-            write_tree(opened(repo)[0], made, tmp_path / "out")
+            write_tree(open_at(repo)[0], made, tmp_path / "out")
     for limit, said in (("MOST_UNPACKED", "MiB"), ("MOST_FILES", "files")):
         monkeypatch.setattr(f"glm5.tasks.swe.git.{limit}", 2)
         with pytest.raises(DataError, match=said):
-            write_tree(*opened(repo), tmp_path / "out")
+            write_tree(*open_at(repo), tmp_path / "out")
         monkeypatch.undo()
     assert not list(tmp_path.glob("out*"))
 
