@@ -34,6 +34,7 @@ preset = "nano"
 vocab_size = 1024
 use_dsa = false
 max_position_embeddings = 1024
+num_nextn_predict_layers = 0
 [[stages]]
 name = "tokenizer"
 kind = "tokenizer"
