@@ -1,6 +1,7 @@
-"""Products of bf16 matrices with a bf16 result, also on a CPU without instructions for them.
+"""Products of bf16 matrices with a bf16 result, also on a CPU without fast instructions for them.
 
-There, torch's own product takes about ten times as long as one of fp32 copies. So operands become fp32 for one product,
+Without any, torch's own product takes about ten times as long as one of fp32 copies; on Intel's processors that have
+them, but whose AMX is absent or hidden by a virtual machine, 1.5 to 2 times. So operands become fp32 for one product,
 which is summed in fp32 and rounded once, as processors with bf16 instructions do. What backward keeps stays bf16. On
 every other CPU and device, and for other dtypes, torch multiplies as it is.
 """
@@ -11,11 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from glm5.ops.native.prebuilt import SLOW_PAIRS, processor_flags
 from glm5.ops.operators import operator
 
 
 def _has_bf16() -> bool:
     """Whether torch has a fast bf16 product for this CPU."""
+    processor = processor_flags()
+    if processor >= SLOW_PAIRS and "amx_bf16" not in processor:
+        return False
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
@@ -24,7 +29,7 @@ CPU_HAS_BF16 = _has_bf16()
 
 
 def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype in which products of matrices of `dtype` are computed: fp32 for bf16 on a CPU that has no bf16."""
+    """The dtype in which products of matrices of `dtype` are computed: fp32 for bf16 on a CPU without fast bf16."""
     slow = dtype == torch.bfloat16 and device.type == "cpu" and not CPU_HAS_BF16
     return torch.float32 if slow else dtype
 

@@ -29,7 +29,9 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("flags", "level"),
     [
-        (V4 | {"avx512_bf16", "avx512_vnni"}, "x86-64-v4-bf16"),
+        (V4 | {"avx512_bf16", "avx512_vnni", "AuthenticAMD", "avx512_fp16"}, "x86-64-v4-bf16"),
+        (V4 | {"avx512_bf16", "avx512_vnni", "GenuineIntel"}, "x86-64-v4-bf16"),
+        (V4 | {"avx512_bf16", "avx512_vnni", "GenuineIntel", "avx512_fp16"}, "x86-64-v4-bf16-slow-pairs"),
         (V4, "x86-64-v4"),
         (V3 | {"avx512f"}, "x86-64-v3"),
         (V3, "x86-64-v3"),

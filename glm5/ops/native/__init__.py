@@ -35,6 +35,8 @@ from glm5.ops.native.prebuilt import SOURCE
 from glm5.ops.operators import LIBRARY, define
 
 FLAGS = [*prebuilt.FLAGS, "-march=native"]
+if prebuilt.processor_flags() >= prebuilt.SLOW_PAIRS:
+    FLAGS.append(prebuilt.SLOW_PAIRS_FLAG)
 COMPILE_SECONDS = 300
 
 

@@ -52,7 +52,7 @@ static inline void pair_tile(const bf16* keys, i64 count, i64 d, float* tile) {
         for (i64 i = 0; i < d; i += 32) {
             v16 x[16];
             i64 width = std::min<i64>(32, d - i);
-            for (i64 r = 0; r < 16; r++) x[r] = s + r < count ? (v16)reg(keys + (s + r) * d + i, width) : v16{};
+            for (i64 r = 0; r < 16; r++) x[r] = s + r < count ? (v16)raw(keys + (s + r) * d + i, width) : v16{};
             transpose16(x);
             for (i64 c = 0; c < width / 2; c++) at(tile + (i / 2 + c) * TILE + s) = x[c];
         }
@@ -60,21 +60,21 @@ static inline void pair_tile(const bf16* keys, i64 count, i64 d, float* tile) {
 
 // `tile_scores` of pairs: q [J, d].
 static inline void pair_scores(const bf16* q, const float* w, const float* tile, i64 J, i64 d, float* out) {
+    typedef Operand<bf16>::Reg<4> R;
     v16 total[4] = {};
     for (i64 j = 0; j < J; j += 4) {
         v16 acc[4][4] = {};
         for (i64 i = 0; i < d / 2; i++) {
-            const float* t = tile + i * TILE;
-            __m512bh t0 = (__m512bh)at(t), t1 = (__m512bh)at(t + 16), t2 = (__m512bh)at(t + 32), t3 = (__m512bh)at(t + 48);
+            R t[4];
+#pragma GCC unroll 4
+            for (int c = 0; c < 4; c++) t[c] = pairs<R>((__m512i)at(tile + i * TILE + 16 * c));
 #pragma GCC unroll 4
             for (int h = 0; h < 4; h++) {
                 int32_t pair;
                 memcpy(&pair, q + std::min(j + h, J - 1) * d + 2 * i, 4);
-                __m512bh x = (__m512bh)_mm512_set1_epi32(pair);
-                acc[h][0] = mac(acc[h][0], t0, x);
-                acc[h][1] = mac(acc[h][1], t1, x);
-                acc[h][2] = mac(acc[h][2], t2, x);
-                acc[h][3] = mac(acc[h][3], t3, x);
+                R x = pairs<R>(_mm512_set1_epi32(pair));
+#pragma GCC unroll 4
+                for (int c = 0; c < 4; c++) acc[h][c] = mac(acc[h][c], t[c], x);
             }
         }
         for (i64 h = 0; h < std::min<i64>(4, J - j); h++)

@@ -18,12 +18,17 @@ FLAGS = "-std=c++17 -O3 -fopenmp -shared -fPIC -fno-math-errno -fno-trapping-mat
 
 _V3 = frozenset("avx avx2 bmi1 bmi2 f16c fma abm movbe xsave".split())
 _V4 = _V3 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())
+_BF16 = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"), _V4 | {"avx512_bf16", "avx512_vnni"}
+SLOW_PAIRS = frozenset({"GenuineIntel", "avx512_fp16"})
+"""What Intel's processors from Sapphire Rapids on list: they multiply floats four times as often as pairs of bf16."""
+SLOW_PAIRS_FLAG = "-DSLOW_PAIRS"
 LEVELS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
-    "x86-64-v4-bf16": (("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"), _V4 | {"avx512_bf16", "avx512_vnni"}),
+    "x86-64-v4-bf16-slow-pairs": ((*_BF16[0], SLOW_PAIRS_FLAG), _BF16[1] | SLOW_PAIRS),
+    "x86-64-v4-bf16": _BF16,
     "x86-64-v4": (("-march=x86-64-v4",), _V4),
     "x86-64-v3": (("-march=x86-64-v3",), _V3),
 }
-"""Name -> flags of the compiler, and what /proc/cpuinfo must list. The best level comes first."""
+"""Name -> flags of the compiler, and what `processor_flags` must have. The best level comes first."""
 
 
 def sources() -> list[str]:
@@ -49,11 +54,13 @@ def find(folder: Path = FOLDER, flags: Collection[str] | None = None) -> Path | 
 
 
 def processor_flags() -> frozenset[str]:
-    """Instruction sets of this machine by their names in /proc/cpuinfo; empty on other systems and processors."""
+    """Instruction sets and maker of this machine by their names in /proc/cpuinfo; empty on other systems and
+    processors."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return frozenset()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return frozenset()
-    return frozenset(next((line for line in lines if line.startswith("flags")), "").partition(":")[2].split())
+    told = {name.strip(): value.split() for name, _, value in (line.partition(":") for line in lines)}
+    return frozenset([*told.get("flags", ()), *told.get("vendor_id", ())])
