@@ -157,7 +157,7 @@ static void attend(const T* q, const Lines<T>& latents, const i64* indices, T* o
     i64 Wp = up16(W), Kp = up16(K), Np = (N + 3) / 4 * 4;
 #pragma omp parallel if (B * Q > 1 && B * Q * N * K * (W + C) > SHARED)
     {
-        std::vector<float> qf(Np * Wp), picked(Kp * Wp), p(Np * Kp), acc(Np * Wp);
+        Zeros qf(Np * Wp), picked(Kp * Wp), p(Np * Kp), acc(Np * Wp);
 #pragma omp for schedule(dynamic, 8)
         for (i64 r = 0; r < B * Q; r++) {
             const i64* index = indices + r * K;
@@ -190,10 +190,10 @@ template <class T>
 static void attend_backward(const T* q, const T* latents, const i64* indices, const T* grad, T* grad_q,
                             float* grad_latents, i64 B, i64 Q, i64 S, i64 N, i64 W, i64 C, i64 K, float scale) {
     i64 Wp = up16(W), Cp = up16(C), Kp = up16(K), Np = (N + 3) / 4 * 4, parts = parts_of(B);
-    std::vector<float> sums(B * parts * S * Wp, 0.0f);
+    Zeros sums(B * parts * S * Wp);
 #pragma omp parallel
     {
-        std::vector<float> qf(Np * Wp), gf(Np * Wp), picked(Kp * Wp), p(Np * Kp), dp(Np * Kp), acc(Np * Wp);
+        Zeros qf(Np * Wp), gf(Np * Wp), picked(Kp * Wp), p(Np * Kp), dp(Np * Kp), acc(Np * Wp);
 #pragma omp for schedule(dynamic, 1)
         for (i64 item = 0; item < B * parts; item++) {
             i64 b = item / parts, part = item % parts;

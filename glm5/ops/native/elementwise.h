@@ -56,7 +56,7 @@ template <class T>
 static void rms_norm_backward(const T* x, const T* weight, const T* grad, const float* inverse, T* grad_x,
                               float* grad_weight, i64 M, i64 D, i64 stride) {
     i64 Dp = up16(D);
-    std::vector<float> sums(NORM_PARTS * Dp, 0.0f);
+    Zeros sums(NORM_PARTS * Dp);
 #pragma omp parallel for schedule(static) if (M * D > 16384)
     for (i64 part = 0; part < NORM_PARTS; part++) {
         float* sum = &sums[part * Dp];

@@ -110,7 +110,7 @@ static inline void tile_scores(const float* q, const float* w, const float* tile
     for (i64 j = 0; j < J; j++) {
         v8 acc[8] = {};
         for (i64 i = 0; i < d; i++) {
-            v8 x = v8{} + q[j * d + i];
+            v8 x = q[j * d + i] - v8{};
 #pragma GCC unroll 8
             for (int c = 0; c < 8; c++) acc[c] += x * half(tile + i * TILE + 8 * c);
         }
@@ -370,7 +370,7 @@ static void selected(const T* q, const T* keys, const float* w, const i64* indic
     i64 dp = up16(d), Kp = up16(K), Jp = (J + 3) / 4 * 4;
 #pragma omp parallel
     {
-        std::vector<float> qf(Jp * dp), picked(Kp * dp), dots(Jp * Kp);
+        Zeros qf(Jp * dp), picked(Kp * dp), dots(Jp * Kp);
 #pragma omp for schedule(dynamic, 8)
         for (i64 r = 0; r < B * Q; r++) {
             const i64* index = indices + r * K;
@@ -396,10 +396,10 @@ static void selected_backward(const T* q, const T* keys, const float* w, const i
                               T* grad_q, float* grad_keys, float* grad_w, i64 B, i64 Q, i64 S, i64 J, i64 d, i64 K,
                               float scale) {
     i64 dp = up16(d), Kp = up16(K), Jp = (J + 3) / 4 * 4, parts = parts_of(B);
-    std::vector<float> sums(B * parts * S * dp, 0.0f);
+    Zeros sums(B * parts * S * dp);
 #pragma omp parallel
     {
-        std::vector<float> qf(Jp * dp), picked(Kp * dp), dots(Jp * Kp), acc(Jp * dp), g(Kp);
+        Zeros qf(Jp * dp), picked(Kp * dp), dots(Jp * Kp), acc(Jp * dp), g(Kp);
 #pragma omp for schedule(dynamic, 1)
         for (i64 item = 0; item < B * parts; item++) {
             i64 b = item / parts, part = item % parts;

@@ -59,7 +59,7 @@ static inline void store(bf16* p, float x) {  // round to nearest even; NaN stay
 
 typedef uint16_t h16 __attribute__((vector_size(32), aligned(2), may_alias));
 
-static inline v16 splat(float x) { return v16{} + x; }
+static inline v16 splat(float x) { return x - v16{}; }  // not x + 0, which is another number for -0 and costs an addition
 static inline v16 load16(const float* p) { return *(const v16*)p; }
 static inline void store16(float* p, v16 x) { *(v16*)p = x; }
 #if defined(__AVX2__) && !defined(__AVX512F__)
@@ -141,6 +141,19 @@ static inline Memory<T> memory(i64 n) {
     return Memory<T>((T*)found);
 }
 static inline Memory<float> floats(i64 n) { return memory<float>(n); }
+// The same as zeros.
+template <class T>
+struct Aligned {
+    typedef T value_type;
+    Aligned() = default;
+    template <class U>
+    Aligned(const Aligned<U>&) {}
+    T* allocate(size_t n) { return memory<T>(n).release(); }
+    void deallocate(T* p, size_t) { free(p); }
+    bool operator==(const Aligned&) const { return true; }
+    bool operator!=(const Aligned&) const { return false; }
+};
+typedef std::vector<float, Aligned<float>> Zeros;
 
 // e^x as 2^n * polynomial on [-ln2/2, ln2/2], relative error below 2e-7; 0 below -87, infinity above 88. V are lanes of
 // floats, I as many of integers.
