@@ -58,7 +58,7 @@ SOURCES = ("geonames", "airports", "iso-codes", "elements")
 TYPES = ("subdivision", "city", "currency", "element")
 RESULTS, SNIPPET, PAGE, TURNS, PER_ANSWER = 3, 20, 360, 6, 6
 MOST_ANSWERS, MOST_PER_ANSWER, MOST_TRIES, MOST_LINKS = 5, 20, 60, 3
-MAX_TOKENS, MAX_CONTEXT = 64, 640
+MAX_TOKENS, MAX_CONTEXT = 64, 1024
 MIXED = {"careful": 0.6, "too early": 0.2, "first link": 0.1, "wrong words": 0.1}
 ADDRESS = re.compile(r"(?:^|, |: )([^<>\n:]+?) <([^<>\s]+)>", re.MULTILINE)
 LINK = re.compile(r" \[(\d+)\]")
@@ -71,7 +71,7 @@ group = 8
 concurrency = 128
 max_tokens = 64
 max_turns = 6
-max_context = 640
+max_context = 1024
 max_staleness = 1
 optim = { steps = UPDATES, lr = 1e-3, schedule = "constant" }
 [[stages.families]]
@@ -108,9 +108,9 @@ class Session:
     def click(self, number: int) -> str:
         return self.call("click", link_id=number)
 
-    def answer(self) -> list[Message]:
-        """The messages with the title of the open page as the answer."""
-        return [*self.messages, Message("assistant", self.messages[-1].content.partition(" <")[0])]
+    def answer(self, number: int) -> list[Message]:
+        """The messages with a link as the answer."""
+        return [*self.messages, Message("assistant", f"[{number}]")]
 
 
 def session_of(problem: SearchProblem) -> Session:
@@ -133,34 +133,33 @@ def calls_of(problem: SearchProblem) -> list[ToolCall] | None:
 
 
 def careful(problem: SearchProblem, calls: Sequence[ToolCall]) -> list[Message]:
-    """The oracle's way."""
-    session = session_of(problem)
+    """The oracle's way; the link that it would open last is the answer."""
+    session, (*calls, last) = session_of(problem), calls
     for call in calls:
         [argument] = call.arguments.values()
         _ = session.search(argument) if call.name == "search" else session.click(argument)
-    return session.answer()
+    return session.answer(last.arguments["link_id"])
 
 
 def too_early(problem: SearchProblem, calls: Sequence[ToolCall]) -> list[Message]:
-    """The oracle's way without its last page."""
+    """The oracle's way without its last link."""
     return careful(problem, calls[:-1])
 
 
 def first_link(problem: SearchProblem, calls: Sequence[ToolCall]) -> list[Message]:
-    """Opens the first result, and twice the first link."""
+    """Opens the first result and its first link, and answers with the first link there."""
     session = session_of(problem)
     session.search(name_in(problem))
-    for _ in range(3):
-        session.click(0)
-    return session.answer()
+    session.click(0)
+    session.click(0)
+    return session.answer(0)
 
 
 def wrong_words(problem: SearchProblem, calls: Sequence[ToolCall]) -> list[Message]:
-    """Searches for what is asked, and opens the first result."""
+    """Searches for what is asked, and answers with the first result."""
     session = session_of(problem)
     session.search(problem.prompt.partition("?")[0].removeprefix("Which "))
-    session.click(0)
-    return session.answer()
+    return session.answer(0)
 
 
 WAYS = {"careful": careful, "too early": too_early, "first link": first_link, "wrong words": wrong_words}
@@ -246,18 +245,17 @@ def walks(family: SearchFamily, count: int) -> Iterator[Conversation]:
         session, way = Session("", Browser(web, (), view)), list[str]()
         session.search(page.title)
         number = session.browser.number(page.url)
-        while number is not None:
+        while number is not None and len(way) < 2:
             lines = [line.partition(": ") for line in session.click(number).splitlines()[1:]]
             found = [(label, LINK.findall(rest)) for label, _, rest in lines if LINK.search(rest)]
-            if len(way) == 2 or not found:
-                break
-            label, numbers = choice.choice(found)
-            number = int(choice.choice(numbers[:MOST_LINKS]))
-            way.append(label)
-        last = session.answer()
-        if len(way) == 2 and split_of_name(last[-1].content) == "train":
+            number = None
+            if found:
+                label, numbers = choice.choice(found)
+                number = int(choice.choice(numbers[:MOST_LINKS]))
+                way.append(label)
+        if number is not None and split_of_name(session.browser.title(number)) == "train":
             count -= 1
-            yield Conversation([Message("user", f"From {page.title}: {way[0]}, {way[1]}"), *last[1:]])
+            yield Conversation([Message("user", f"From {page.title}: {way[0]}, {way[1]}"), *session.answer(number)[1:]])
 
 
 def demonstrations(source: Iterator[SearchProblem], mixed: bool) -> Iterator[Conversation]:

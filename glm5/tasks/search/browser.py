@@ -61,7 +61,7 @@ class View:
     page: int = 10_000
     python: int = 4_000
     numbered: bool = False
-    """Links of a page have numbers instead of addresses, as results have; `click` takes them."""
+    """Links of a page have numbers instead of addresses, as results have; `click` takes them, and so does an answer."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError for sizes out of bounds."""
@@ -146,6 +146,11 @@ class Browser:
     def number(self, url: str) -> int | None:
         """The number by which `click` opens an address now, or None."""
         return self._results.index(url) if url in self._results else None
+
+    def title(self, number: int) -> str:
+        """The title of the page that `click` would open; empty if there is none."""
+        page = self.web.page(self._results[number]) if 0 <= number < len(self._results) else None
+        return "" if page is None else page.title
 
     def _click(self, link_id: int | None) -> tuple[str, bool]:
         if link_id is None or not 0 <= link_id < len(self._results):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import random
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from glm5.tasks.search.web import Web
 
 MOST_CALLS = 4  # per message
+_LINK = re.compile(r"\[(\d{1,4})\]")
 MOST_MALFORMED = 3
 
 
@@ -193,9 +195,11 @@ class SearchEnv(BrowserEnv):
         self._source = problem
 
     def _answer(self, text: str) -> StepResult:
-        reply = read_reply(text)
-        solved = right(reply.answer, self._source.question.names)
-        return self._end(Outcome.SOLVED if solved else Outcome.FAILED, float(solved), reply.answer)
+        answer = read_reply(text).answer
+        if self._source.view.numbered and (link := _LINK.fullmatch(answer)):
+            answer = self._browser.title(int(link[1]))
+        solved = right(answer, self._source.question.names)
+        return self._end(Outcome.SOLVED if solved else Outcome.FAILED, float(solved), answer)
 
     def _end(self, outcome: Outcome, reward: float = 0.0, answer: str = "") -> StepResult:
         found = set(self._source.question.evidence)
@@ -211,9 +215,9 @@ class SearchFamily(Family):
     """The questions of the build in `folder` (`glm5 task build search`).
 
     `depths` and `kinds` restrict them; `tools` are those offered; `results`, `snippet` and `page` limit what they show,
-    in results and characters; `numbered` gives links of pages numbers for `click`, not addresses; `hint` is added to
-    each question, such as the form of the answer. No answer is in two splits. Raises ConfigError for an unusable
-    option, DataError for a folder without questions, MissingExtraError.
+    in results and characters; `numbered` gives links of pages numbers for `click`, not addresses, and the answer "[2]"
+    is the title of link 2; `hint` is added to each question, such as the form of the answer. No answer is in two
+    splits. Raises ConfigError for an unusable option, DataError for a folder without questions, MissingExtraError.
     """
 
     name = domain = "search"

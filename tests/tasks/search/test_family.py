@@ -11,6 +11,7 @@ import pytest
 from glm5.errors import ConfigError, DataError, GradingError
 from glm5.records import Message, Outcome, ToolCall
 from glm5.tasks import make_family
+from glm5.tasks.search.answers import right
 from glm5.tasks.search.browser import Browser
 from glm5.tasks.search.family import SearchEnv, SearchFamily, split_of_answer
 from glm5.tasks.search.questions import read_questions
@@ -54,6 +55,25 @@ def test_demonstrations_earn_the_reward(built: Path, numbered: bool) -> None:
                     assert result.messages == (conversation[place + 1],)
         assert result.done and result.reward == 1.0 and result.outcome is Outcome.SOLVED
         assert result.detail["calls"] == len(conversation) // 2 - 1 and result.detail["malformed"] == 0
+
+
+@pytest.mark.parametrize("numbered", [False, True])
+def test_a_number_answers_for_the_title_of_its_link(built: Path, numbered: bool) -> None:
+    """Only where links have numbers, and only one that there is."""
+    made, rewards = family(built, thinking=False, numbered=True), list[float]()
+    for index in range(10):
+        problem = made.problem("train", index)
+        *way, last, opened, _ = problem.demonstration(0)
+        (call,) = last.tool_calls
+        rewards.append(float(right(opened.content.partition(" <")[0], problem.question.names)))
+        for number, reward in ((call.arguments["link_id"], rewards[-1]), (999, 0.0)):
+            env = SearchEnv(replace(problem, view=replace(problem.view, numbered=numbered)))
+            for message in way[1:]:
+                if message.role == "assistant":
+                    env.step(message)
+            result = env.step(says(content=f"[{number}]"))
+            assert result.done and result.reward == (reward if numbered else 0.0)
+    assert set(rewards) >= {1.0}
 
 
 def test_a_demonstration_that_the_view_does_not_allow(built: Path) -> None:
