@@ -53,7 +53,6 @@ name = "sft"
 kind = "sft"
 rows = 8
 row_length = 1024
-too_long = "error"
 thinking = "turn"
 data = "DATA"
 optim = { steps = STEPS, lr = LR, final_lr = 1e-3, warmup = 5 }
