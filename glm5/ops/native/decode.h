@@ -67,12 +67,12 @@ static inline void pair_scores(const bf16* q, const float* w, const float* tile,
         for (i64 i = 0; i < d / 2; i++) {
             R t[4];
 #pragma GCC unroll 4
-            for (int c = 0; c < 4; c++) t[c] = pairs<R>((__m512i)at(tile + i * TILE + 16 * c));
+            for (int c = 0; c < 4; c++) t[c] = R((__m512i)at(tile + i * TILE + 16 * c));
 #pragma GCC unroll 4
             for (int h = 0; h < 4; h++) {
                 int32_t pair;
                 memcpy(&pair, q + std::min(j + h, J - 1) * d + 2 * i, 4);
-                R x = pairs<R>(_mm512_set1_epi32(pair));
+                R x(_mm512_set1_epi32(pair));
 #pragma GCC unroll 4
                 for (int c = 0; c < 4; c++) acc[h][c] = mac(acc[h][c], t[c], x);
             }

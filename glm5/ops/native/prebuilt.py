@@ -6,6 +6,7 @@ contains a digest of the source: a library that belongs to another source is nev
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import platform
 from collections.abc import Collection
@@ -18,13 +19,14 @@ FLAGS = "-std=c++17 -O3 -fopenmp -shared -fPIC -fno-math-errno -fno-trapping-mat
 
 _V3 = frozenset("avx avx2 bmi1 bmi2 f16c fma abm movbe xsave".split())
 _V4 = _V3 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())
-_BF16 = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"), _V4 | {"avx512_bf16", "avx512_vnni"}
+_V4_BF16 = _V4 | {"avx512_bf16", "avx512_vnni"}
+_BF16_FLAGS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
 SLOW_PAIRS = frozenset({"GenuineIntel", "avx512_fp16"})
 """What Intel's processors from Sapphire Rapids on list: they multiply floats four times as often as pairs of bf16."""
 SLOW_PAIRS_FLAG = "-DSLOW_PAIRS"
 LEVELS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
-    "x86-64-v4-bf16-slow-pairs": ((*_BF16[0], SLOW_PAIRS_FLAG), _BF16[1] | SLOW_PAIRS),
-    "x86-64-v4-bf16": _BF16,
+    "x86-64-v4-bf16-slow-pairs": ((*_BF16_FLAGS, SLOW_PAIRS_FLAG), _V4_BF16 | SLOW_PAIRS),
+    "x86-64-v4-bf16": (_BF16_FLAGS, _V4_BF16),
     "x86-64-v4": (("-march=x86-64-v4",), _V4),
     "x86-64-v3": (("-march=x86-64-v3",), _V3),
 }
@@ -53,6 +55,7 @@ def find(folder: Path = FOLDER, flags: Collection[str] | None = None) -> Path | 
     return None
 
 
+@functools.cache
 def processor_flags() -> frozenset[str]:
     """Instruction sets and maker of this machine by their names in /proc/cpuinfo; empty on other systems and
     processors."""

@@ -25,34 +25,31 @@ static ALWAYS_INLINE R reg(const T* p, i64 n) { return load16(p, n); }
 static ALWAYS_INLINE v16 mac(v16 acc, v16 a, v16 b) { return acc + a * b; }
 
 #ifdef PAIRED_BF16
-// The processor multiplies pairs of bf16 and adds both products to an fp32 sum, first that of the odd places.
+// Thirty-two bf16. The processor multiplies pairs of them and adds both products to an fp32 sum, first that of the odd
+// places.
 struct Whole {
     __m512bh x;
+    Whole() = default;
+    explicit Whole(__m512i x) : x((__m512bh)x) {}
 };
 static ALWAYS_INLINE v16 mac(v16 acc, Whole a, Whole b) { return (v16)_mm512_dpbf16_ps((__m512)acc, a.x, b.x); }
-// The same with two instructions and the same result, but for denormal numbers, which the processor takes as zero.
+// The same numbers as floats. Their products give the same sum, but for denormal numbers, which the processor takes as zero
+// in pairs.
 struct Halves {
     v16 even, odd;
+    Halves() = default;
+    explicit Halves(__m512i x)
+        : even((v16)_mm512_slli_epi32(x, 16)), odd((v16)_mm512_and_si512(x, _mm512_set1_epi32(0xffff0000))) {}
 };
 static ALWAYS_INLINE v16 mac(v16 acc, Halves a, Halves b) { return (acc + a.odd * b.odd) + a.even * b.even; }
 
-static ALWAYS_INLINE void split(__m512i x, Whole& out) { out = {(__m512bh)x}; }
-static ALWAYS_INLINE void split(__m512i x, Halves& out) {
-    out = {(v16)_mm512_slli_epi32(x, 16), (v16)_mm512_and_si512(x, _mm512_set1_epi32(0xffff0000))};
-}
-template <class R>
-static ALWAYS_INLINE R pairs(__m512i x) {
-    R out;
-    split(x, out);
-    return out;
-}
 static ALWAYS_INLINE __m512i raw(const bf16* p, i64 n) {
     return _mm512_maskz_loadu_epi16(n >= 32 ? ~__mmask32(0) : (__mmask32(1) << n) - 1, p);
 }
 template <>
 struct Operand<bf16> {
     typedef bf16 E;
-#ifdef SLOW_PAIRS  // a product of pairs takes four times as long as one of floats, which are made once for XS products
+#ifdef SLOW_PAIRS  // an instruction for pairs takes as long as four for floats, which are made once for XS products
     template <int XS>
     using Reg = typename std::conditional<XS == 1, Whole, Halves>::type;
 #else
@@ -61,14 +58,10 @@ struct Operand<bf16> {
 #endif
     static constexpr i64 LANES = 32;
 };
-template <>
-ALWAYS_INLINE Whole reg<Whole, bf16>(const bf16* p) { return pairs<Whole>(_mm512_loadu_si512(p)); }
-template <>
-ALWAYS_INLINE Halves reg<Halves, bf16>(const bf16* p) { return pairs<Halves>(_mm512_loadu_si512(p)); }
-template <>
-ALWAYS_INLINE Whole reg<Whole, bf16>(const bf16* p, i64 n) { return pairs<Whole>(raw(p, n)); }
-template <>
-ALWAYS_INLINE Halves reg<Halves, bf16>(const bf16* p, i64 n) { return pairs<Halves>(raw(p, n)); }
+template <class R>
+static ALWAYS_INLINE R reg(const bf16* p) { return R(_mm512_loadu_si512(p)); }
+template <class R>
+static ALWAYS_INLINE R reg(const bf16* p, i64 n) { return R(raw(p, n)); }
 #endif
 
 // A row that is multiplied is padded with zeros to this many elements.
@@ -139,8 +132,8 @@ static ALWAYS_INLINE void dots(const T* const* w, const typename Operand<T>::E* 
     for (int m = 0; m < XS; m++) xs[m] = x[m];
     i64 i = 0;
 #define STEP(...)                                                                                       \
-    auto a = reg<R>(w0 + i __VA_ARGS__), b = reg<R>(w1 + i __VA_ARGS__);                                      \
-    auto c = reg<R>(w2 + i __VA_ARGS__), d = reg<R>(w3 + i __VA_ARGS__);                                      \
+    auto a = reg<R>(w0 + i __VA_ARGS__), b = reg<R>(w1 + i __VA_ARGS__);                                \
+    auto c = reg<R>(w2 + i __VA_ARGS__), d = reg<R>(w3 + i __VA_ARGS__);                                \
     _Pragma("GCC unroll 4") for (int m = 0; m < XS; m++) {                                              \
         auto xi = reg<R>(xs[m] + i);                                                                    \
         sum[4 * m] = mac(sum[4 * m], a, xi), sum[4 * m + 1] = mac(sum[4 * m + 1], b, xi);               \

@@ -59,7 +59,7 @@ static inline void store(bf16* p, float x) {  // round to nearest even; NaN stay
 
 typedef uint16_t h16 __attribute__((vector_size(32), aligned(2), may_alias));
 
-static inline v16 splat(float x) { return x - v16{}; }  // not x + 0, which is another number for -0 and costs an addition
+static inline v16 splat(float x) { return x - v16{}; }  // x + 0 would cost an addition, because it changes -0
 static inline v16 load16(const float* p) { return *(const v16*)p; }
 static inline void store16(float* p, v16 x) { *(v16*)p = x; }
 #if defined(__AVX2__) && !defined(__AVX512F__)
@@ -141,7 +141,7 @@ static inline Memory<T> memory(i64 n) {
     return Memory<T>((T*)found);
 }
 static inline Memory<float> floats(i64 n) { return memory<float>(n); }
-// The same as zeros.
+// A vector of zeros that begins at a line of cache.
 template <class T>
 struct Aligned {
     typedef T value_type;

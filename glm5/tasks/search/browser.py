@@ -148,15 +148,20 @@ class Browser:
         return self._results.index(url) if url in self._results else None
 
     def title(self, number: int) -> str:
-        """The title of the page that `click` would open; empty if there is none."""
-        page = self.web.page(self._results[number]) if 0 <= number < len(self._results) else None
-        return "" if page is None else page.title
+        """The title of the page that `click` would open, or an empty text."""
+        url = self._address(number)
+        page = None if url is None else self.web.page(url)
+        return page.title if page else ""
+
+    def _address(self, number: int | None) -> str | None:
+        return self._results[number] if number is not None and 0 <= number < len(self._results) else None
 
     def _click(self, link_id: int | None) -> tuple[str, bool]:
-        if link_id is None or not 0 <= link_id < len(self._results):
+        url = self._address(link_id)
+        if url is None:
             what = "search or page has {} links" if self.view.numbered else "search has {} results"
             return f"error: the latest {what.format(len(self._results))}, numbered from 0", False
-        return self.open(self._results[link_id])
+        return self.open(url)
 
     def _find(self, pattern: str) -> tuple[str, bool]:
         if self._page is None:

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from glm5.tasks.search.web import Web
 
 MOST_CALLS = 4  # per message
-_LINK = re.compile(r"\[(\d{1,4})\]")
 MOST_MALFORMED = 3
+_LINK = re.compile(r"\[(\d{1,4})\]")  # an answer by the number of a link
 
 
 @functools.lru_cache(maxsize=4)
