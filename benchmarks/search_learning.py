@@ -1,6 +1,6 @@
 """Does a policy learn to search? SFT, then RL on search questions, on a slice that a laptop can train.
 
-    python benchmarks/search_learning.py [--seeds 1 2 3] [--updates 60] [--quick]
+    python benchmarks/search_learning.py [--seeds 1 2 3] [--updates 40] [--quick]
 
 The slice: a web of about 40,000 pages of places and elements (`glm5 task build search`), with questions of two links
 from a named thing over a hidden one to the answer. A search shows three results with 20 characters of text each, a page
@@ -286,7 +286,7 @@ def experiment(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser, updates=60, text_steps=300, base_steps=2500)
+    add_arguments(parser, updates=40, text_steps=300, base_steps=1500)
     parser.add_argument("--held-out", type=int, default=220)
     parser.add_argument("--questions", type=int, default=1600)
     parser.add_argument("--draw", type=int, default=0, help="seed of the questions: to tune, take other ones")
@@ -296,7 +296,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="everything once and small, in a folder of its own")
     parser.add_argument("--out", type=Path, default=Path("runs/search-learning"))
     options = parser.parse_args()
-    sources = SOURCES
+    sources: tuple[str, ...] = SOURCES
     if options.quick:
         options.seeds, options.updates, options.text_steps, options.base_steps, options.sft_steps = [0], 1, 4, 4, 2
         options.held_out, options.questions, options.demonstrations, sources = 8, 80, [300, 100, 100], SOURCES[:2]

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from glm5.agents.context import ContextPolicy, Counter, approximate_tokens, fold
 from glm5.agents.endpoint import EndpointError, Model
 from glm5.records import Message
-from glm5.tasks.search.browser import TOOLS, Browser, misuse
+from glm5.tasks.search.browser import Browser, misuse
 
 SYSTEM = """You answer questions by searching a closed web of pages. Use the tools: search, click, open, find, python.
 Work step by step: search for what the question names, open pages, follow their links, check every condition on the
@@ -64,7 +64,7 @@ class SearchAgent:
 
     def run(self, question: str, browser: Browser) -> Session:
         """Play one question. Raises EndpointError and GradingError."""
-        specs: list[Mapping[str, Any]] = [TOOLS[name] for name in self.tools]
+        specs = browser.view.tools(self.tools)
         session = Session(messages=[Message("system", self.system), Message("user", question)])
         malformed = 0
         while session.turns < self.limits.turns:

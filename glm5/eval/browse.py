@@ -60,13 +60,14 @@ def play(problem: SearchProblem, agent: SearchAgent, judge: Judge | None = None)
     try:
         session = agent.run(problem.prompt, browser)
         reply = read_reply(session.answer)
-        solved = right(reply.answer, question.names)
-        if not solved and judge is not None and reply.answer:
-            solved = judge(question.asked, reply.answer, question.names)
+        answer = browser.meant(reply.answer)
+        solved = right(answer, question.names)
+        if not solved and judge is not None and answer:
+            solved = judge(question.asked, answer, question.names)
     except (EndpointError, GradingError) as error:
         return Played(right=None, error=str(error)[:500], **common)
     return Played(
-        right=solved, answer=reply.answer, reason=session.reason, confidence=reply.confidence, turns=session.turns,
+        right=solved, answer=answer, reason=session.reason, confidence=reply.confidence, turns=session.turns,
         tokens=session.tokens, discards=session.discards, searches=browser.searches,
         returned=tuple(dict.fromkeys(browser.returned)), cited=reply.cited, **common,
     )  # fmt: skip

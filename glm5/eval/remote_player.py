@@ -130,15 +130,19 @@ def _play(
     tokenizer: Tokenizer | None,
 ) -> Played:
     messages, tools, thinking = opening
+    shown = tools if suite.render_tools else ()
     if template:
-        model = model.asking(chat_template_kwargs={"enable_thinking": thinking})
+        kwargs: dict[str, bool] = {"enable_thinking": thinking}
+        if tools and not shown:  # the server reads calls of tools that the prompt does not show
+            kwargs["render_tools"] = False
+        model = model.asking(chat_template_kwargs=kwargs)
     history: list[Message] = list(messages)
     policy = ContextPolicy(suite.context, suite.keep, suite.discard_above)
-    measure = _measure(tools, tokenizer) if policy.mode != "none" else Measure()
+    measure = _measure(shown, tokenizer) if policy.mode != "none" else Measure()
     for _ in range(suite.max_turns):
         folded = fold(history, policy, measure.count, measure.overhead) if policy.mode != "none" else None
         try:
-            reply = model.complete(folded.messages if folded else history, tools if suite.render_tools else (), told)
+            reply = model.complete(folded.messages if folded else history, tools if template else shown, told)
         except EndpointError as error:
             if error.too_long:
                 return _played(StepResult(detail={"cut": "context"}), history, True, env)

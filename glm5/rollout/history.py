@@ -234,7 +234,7 @@ def _same_reasoning(node: Node, turns: Sequence[Message]) -> bool:
 
 
 def _head(chat: ChatInput) -> bytes:
-    mode = [chat.mode.enable, bool(chat.mode.clear), chat.mode.effort]
+    mode = [chat.mode.enable, bool(chat.mode.clear), chat.mode.effort, chat.mode.tools]
     return _hash(b"", json.dumps([mode, list(chat.tools)], sort_keys=True, default=repr).encode("utf-8", "replace"))
 
 

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -92,7 +92,7 @@ class SessionService(TextService):
     def _prompt(self, chat: ChatInput, place: Place, before: list[int]) -> tuple[Place, Prompt]:
         version = self.tokenizer.chat_format.version
         tokenizer, mode = self.tokenizer.bounded(READ * self.max_length), chat.mode
-        keep = Mode(mode.enable, bool(mode.clear), mode.effort)
+        keep = replace(mode, clear=bool(mode.clear))
         if version is None:
             if self.session.options.context.mode != "none":
                 raise ApiError(400, "Sessions with a context policy need one of GLM's chat templates.", param="context")
@@ -110,7 +110,7 @@ class SessionService(TextService):
         except DataError:
             place = _anew(place, "ended_otherwise")
             ids = render_chat(
-                place.tail, chat.tools, clear_thinking=keep.clear, reasoning_effort=mode.effort,
+                place.tail, chat.shown, clear_thinking=keep.clear, reasoning_effort=mode.effort,
                 add_generation_prompt=ending, **options,
             ).ids  # fmt: skip
         thinking = ending and opens_thinking(version, mode.enable)
@@ -135,7 +135,7 @@ class SessionService(TextService):
             if after is not None:
                 return render_tail(messages, after=after, **options)
             more: Any = {"clear_thinking": keep.clear, "reasoning_effort": keep.effort, **options}
-            return render_chat(messages, chat.tools, **more).ids
+            return render_chat(messages, chat.shown, **more).ids
 
         turns = [message for node in place.parent.path() for message in (*node.tail, node.reply)]
         rounds = self.session.history.rounds(turns, place.head)

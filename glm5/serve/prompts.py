@@ -41,12 +41,13 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Mode:
-    """Whether to think, whether to clear the reasoning of earlier turns (None: the template's default), and the
-    reasoning effort."""
+    """Whether to think, whether to clear the reasoning of earlier turns (None: the template's default), the reasoning
+    effort, and whether the prompt shows the tools; answers may call them in any case."""
 
     enable: bool = True
     clear: bool | None = None
     effort: str | None = None
+    tools: bool = True
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,11 @@ class ChatInput:
     tools: Sequence[Mapping[str, Any]] = ()
     mode: Mode = Mode()
     ending: Ending = "answer"
+
+    @property
+    def shown(self) -> Sequence[Mapping[str, Any]]:
+        """The tools that the prompt shows."""
+        return self.tools if self.mode.tools else ()
 
 
 class ChatBody(Protocol):
@@ -79,7 +85,7 @@ def render(tokenizer: Tokenizer, chat: ChatInput) -> Prompt:
         check_continued(normalise(messages[-1], last), len(messages) - 1)
     ids, thinking = tokenizer.chat_format.render(
         messages[:-1] if ending == "continue" else messages,
-        tools,
+        chat.shown,
         tokenizer=tokenizer,
         enable_thinking=mode.enable,
         clear_thinking=mode.clear,

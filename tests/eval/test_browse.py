@@ -16,8 +16,9 @@ from glm5.agents.search import SearchAgent
 from glm5.agents.wire import OnDelta
 from glm5.cli import app
 from glm5.errors import DataError, GradingError
-from glm5.eval.browse import Played, calibration_error, evaluate, metrics
+from glm5.eval.browse import Played, calibration_error, evaluate, metrics, play
 from glm5.records import Message, ToolCall
+from glm5.tasks.search.answers import right
 from glm5.tasks.search.build import build
 from glm5.tasks.search.family import SearchFamily
 from glm5.tasks.search.questions import read_questions
@@ -121,6 +122,34 @@ def test_answers_of_another_model_are_no_result(built: Path, tmp_path: Path, wor
         for found in (*refused, run(one)):
             assert found.exit_code != 0 and "by another model" in str(found.exception)
         assert len(one.bodies) == played and not other.bodies
+
+
+@dataclass
+class Replays:
+    """Says what it was given, in order, and keeps what it was told of `click`."""
+
+    script: list[Message]
+    told: str = ""
+
+    def complete(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], on_delta: OnDelta | None = None
+    ) -> Reply:
+        self.told = json.dumps([tool for tool in tools if tool["function"]["name"] == "click"])
+        return Reply(self.script.pop(0))
+
+
+def test_a_link_by_number_is_an_answer(built: Path) -> None:  # noqa: F811
+    family = SearchFamily(folder=str(built), numbered=True, thinking=False)
+    for index in range(10):
+        problem = family.problem("train", index)
+        *way, last, opened, _ = problem.demonstration(0)
+        if right(opened.content.partition(" <")[0], problem.question.names):
+            break
+    (call,) = last.tool_calls
+    script = [m for m in way if m.role == "assistant"] + [Message("assistant", f"[{call.arguments['link_id']}]")]
+    model = Replays(script)
+    played = play(problem, SearchAgent(model))
+    assert played.right and right(played.answer, problem.question.names) and "link of the open page" in model.told
 
 
 def test_the_command(built: Path, names: dict[str, str], tmp_path: Path) -> None:  # noqa: F811

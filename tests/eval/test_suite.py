@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from glm5.agents.endpoint import Endpoint, EndpointError
+from glm5.agents.models import exact_measure
 from glm5.chat import Tokenizer
 from glm5.config.suite import Suite, SuitePart
 from glm5.errors import ConfigError, DataError
@@ -173,7 +174,7 @@ def test_a_server_is_played(reader: Callable[[str], str], score: float) -> None:
     assert Counter(body["max_tokens"] for body in server.bodies) == {128: 16, 30: 2, 120: 2, 50: 2, 32: 4}
 
 
-def test_several_turns_with_tools_and_what_may_fail_on_a_server(tmp_path: Path) -> None:
+def test_several_turns_with_tools_and_what_may_fail_on_a_server(tmp_path: Path, tokenizer: Tokenizer) -> None:
     family = make_family("toolcall")
 
     def solve(body: dict[str, Any], turn: int) -> Say:
@@ -208,6 +209,18 @@ def test_several_turns_with_tools_and_what_may_fail_on_a_server(tmp_path: Path) 
             with pytest.raises(EndpointError, match="Every request was refused"):
                 run_suite(suite, player, folder=tmp_path / "refused")
             assert not (tmp_path / "refused" / EPISODES).exists()
+    with ScriptedModel(solve) as server:
+        player = RemotePlayer(Endpoint(server.url, pauses=()))
+        assert run_suite(suite.model_copy(update={"render_tools": False}), player)["score"] == 1.0
+        kwargs = {"enable_thinking": False, "render_tools": False}
+        assert all(body["tools"] and body["chat_template_kwargs"] == kwargs for body in server.bodies)
+    count = exact_measure(tokenizer).count
+    most = max(sum(map(count, family.problem("heldout", index).demonstration(0))) for index in range(3))
+    settings = {"render_tools": False, "context": "discard-all", "discard_above": most}
+    with ScriptedModel(solve) as server:  # tools that no prompt shows take no place in it
+        player = RemotePlayer(Endpoint(server.url, pauses=()), tokenizer=tokenizer)
+        assert run_suite(suite.model_copy(update=settings), player)["score"] == 1.0
+        assert run_suite(suite.model_copy(update={**settings, "render_tools": True}), player)["score"] < 1.0
     broken = [Say("", [("get_price", "{not json")])] * 9
     with ScriptedModel(broken) as server:
         assert run_suite(suite, RemotePlayer(Endpoint(server.url, pauses=())))["score"] == 0.0

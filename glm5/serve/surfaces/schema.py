@@ -68,12 +68,14 @@ def parse(kind: type[Body], raw: bytes) -> Body:
 
 
 class TemplateKwargs(Fields):
-    """`chat_template_kwargs`: variables of the chat template."""
+    """`chat_template_kwargs`: variables of the chat template. With `render_tools` false the prompt does not show the
+    tools of the request, for models that were trained on them without; their calls are read as always."""
 
     enable_thinking: bool | None = None
     thinking: bool | None = None
     clear_thinking: bool | None = None
     reasoning_effort: Effort | None = None
+    render_tools: bool = True
 
 
 def _not_too_many_biases(given: Any) -> Any:

@@ -49,6 +49,7 @@ TOOLS: dict[str, ToolSpec] = {
 NUMBERED_CLICK = _spec("click", "Open a result of the latest search, or a link of the open page.",
                        link_id=("integer", "Its number."))  # fmt: skip
 """`click`, if the links of pages have numbers."""
+_NUMBER = re.compile(r"\[(\d{1,4})\]")
 _LINKED = re.compile(r" <([^<>\s]+)>")
 
 
@@ -69,6 +70,10 @@ class View:
             raise ConfigError(f"search: results is 1 to {MOST_RESULTS}, snippet 20 to 4000 characters.")
         if not (100 <= self.page <= 100_000 and 100 <= self.python <= 16_384):
             raise ConfigError("search: page is 100 to 100000 characters, python 100 to 16384.")
+
+    def tools(self, names: Sequence[str]) -> tuple[ToolSpec, ...]:
+        """What the tools of these names do in this view."""
+        return tuple(NUMBERED_CLICK if self.numbered and name == "click" else TOOLS[name] for name in names)
 
 
 @dataclass
@@ -149,15 +154,21 @@ class Browser:
 
     def title(self, number: int) -> str:
         """The title of the page that `click` would open, or an empty text."""
-        url = self._address(number)
+        url = self.address(number)
         page = None if url is None else self.web.page(url)
         return page.title if page else ""
 
-    def _address(self, number: int | None) -> str | None:
+    def meant(self, answer: str) -> str:
+        """An answer, or the title that it gives as the number of a link: "[2]"."""
+        link = _NUMBER.fullmatch(answer) if self.view.numbered else None
+        return self.title(int(link[1])) if link else answer
+
+    def address(self, number: int | None) -> str | None:
+        """What `click` would open, or None."""
         return self._results[number] if number is not None and 0 <= number < len(self._results) else None
 
     def _click(self, link_id: int | None) -> tuple[str, bool]:
-        url = self._address(link_id)
+        url = self.address(link_id)
         if url is None:
             what = "search or page has {} links" if self.view.numbered else "search has {} results"
             return f"error: the latest {what.format(len(self._results))}, numbered from 0", False

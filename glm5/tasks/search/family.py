@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import random
-import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from glm5.errors import ConfigError, DataError
 from glm5.records import Env, Message, Outcome, StepResult, ToolCall
 from glm5.tasks.contract import CALLS_S, SPLITS, Family, Problem, ToolSpec, split_of
 from glm5.tasks.search.answers import read_reply, right
-from glm5.tasks.search.browser import NUMBERED_CLICK, TOOLS, Browser, View, misuse
+from glm5.tasks.search.browser import TOOLS, Browser, View, misuse
 from glm5.tasks.search.oracle import Oracle, Unreachable
 from glm5.tasks.search.records import plain_name
 from glm5.tasks.tools.python_tool import default_programs
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
 MOST_CALLS = 4  # per message
 MOST_MALFORMED = 3
-_LINK = re.compile(r"\[(\d{1,4})\]")  # an answer by the number of a link
 
 
 @functools.lru_cache(maxsize=4)
@@ -195,9 +193,7 @@ class SearchEnv(BrowserEnv):
         self._source = problem
 
     def _answer(self, text: str) -> StepResult:
-        answer = read_reply(text).answer
-        if self._source.view.numbered and (link := _LINK.fullmatch(answer)):
-            answer = self._browser.title(int(link[1]))
+        answer = self._browser.meant(read_reply(text).answer)
         solved = right(answer, self._source.question.names)
         return self._end(Outcome.SOLVED if solved else Outcome.FAILED, float(solved), answer)
 
@@ -252,8 +248,7 @@ class SearchFamily(Family):
         questions = [q for q in questions if q.depth in (depths or [q.depth]) and q.kind in (kinds or [q.kind])]
         if not questions:
             raise DataError(f'"search": no question in {folder} has the depths {list(depths)} and kinds {list(kinds)}.')
-        known = {**TOOLS, "click": NUMBERED_CLICK} if numbered else TOOLS
-        self._tools = tuple(known[name] for name in tools)
+        self._tools = self._view.tools(tools)
         self._max_turns, self._strict, self._thinking, self._hint = max_turns, strict, thinking, hint
         self._shown: dict[str, bool] = {}
         self._questions: dict[str, list[Question]] = {split: [] for split in SPLITS}

@@ -170,7 +170,7 @@ class Prompting(Fields):
         kept = False if self.context_management.edits else None
         wishes = (kwargs.clear_thinking, None if thinking is None else thinking.clear_thinking, kept)
         clear = next((wish for wish in wishes if wish is not None), None)
-        return Mode(enable, clear, kwargs.reasoning_effort or self.output_config.effort)
+        return Mode(enable, clear, kwargs.reasoning_effort or self.output_config.effort, kwargs.render_tools)
 
 
 class MessagesRequest(Prompting, Sampling):

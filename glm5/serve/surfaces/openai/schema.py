@@ -155,7 +155,7 @@ class Conversation(Fields):
         wishes = (kwargs.enable_thinking, kwargs.thinking, self.enable_thinking, typed)
         enable = next((wish for wish in wishes if wish is not None), effort != "none")
         clears = (kwargs.clear_thinking, self.clear_thinking, None if thinking is None else thinking.clear_thinking)
-        return Mode(enable, next((wish for wish in clears if wish is not None), None), effort)
+        return Mode(enable, next((wish for wish in clears if wish is not None), None), effort, kwargs.render_tools)
 
 
 class SchemaFormat(Fields):

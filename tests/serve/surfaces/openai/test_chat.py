@@ -186,6 +186,14 @@ def test_without_tools_a_call_is_text(scripted: Make, fields: dict[str, Any]) ->
     assert engine.prompts[0] == render_chat(HI, tokenizer=Tokenizer.byte_level()).ids
 
 
+def test_calls_of_tools_that_the_prompt_does_not_show(scripted: Make) -> None:
+    client, engine = scripted(f"x</think>{CALL}<|observation|>")
+    message = ask(client, tools=TOOLS, chat_template_kwargs={"render_tools": False})["choices"][0]["message"]
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["weather"]
+    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"city": "Zürich", "days": 2}
+    assert engine.prompts[0] == render_chat(HI, tokenizer=Tokenizer.byte_level()).ids
+
+
 def test_a_call_that_is_cut_off(scripted: Make, tokenizer: Tokenizer) -> None:
     start = "</think>ok<tool_call>weather<arg_key>city</arg_key><arg_value>Zü"
     client, _ = scripted(start)
