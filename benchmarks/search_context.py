@@ -14,8 +14,9 @@ at temperature 1, through `glm5 serve` and the player of evaluations: everything
 three results (keep-recent); the same, and from the question again above 768 tokens (hierarchical). The model has 1,024
 positions. A session that fills them, or has 90 replies, has failed.
 
-The last line is JSON: the shares of right answers and the differences between modes with their 95 % intervals, over
-the questions of all seeds. Deciding: none < keep-recent < hierarchical, both lower bounds above 0.
+The last line is JSON: the shares of right answers and the differences between modes over all seeds, with 95 % intervals
+that count a question once; before it, the share that one try solves, and per mode the share of sessions that fit into
+the context if no candidate is tried twice. Deciding: none < keep-recent < hierarchical, both lower bounds above 0.
 """
 
 from __future__ import annotations
@@ -32,18 +33,18 @@ from pathlib import Path
 
 import torch
 from _learning import RECIPE, run, sft
-from search_learning import MAX_TOKENS, Session, options_of
+from search_learning import MAX_CONTEXT, MAX_TOKENS, Session, options_of
 
 from glm5.agents.context import OMITTED, ContextPolicy, Mode, fold
 from glm5.agents.endpoint import Endpoint
-from glm5.agents.models import exact_measure, served
+from glm5.agents.models import Measure, exact_measure, served
 from glm5.chat import Tokenizer
 from glm5.config.suite import Suite, SuitePart
 from glm5.data.sft import Conversation, write_conversations
 from glm5.eval.players import Played
 from glm5.eval.remote_player import RemotePlayer
 from glm5.records import Message, Outcome
-from glm5.stats import paired_shares, wilson
+from glm5.stats import clustered_share, paired_rewards
 from glm5.tasks.search.browser import Browser
 from glm5.tasks.search.checks import Question
 from glm5.tasks.search.family import SearchFamily, SearchProblem, split_of_name
@@ -155,21 +156,34 @@ def session(task: Task, order: random.Random) -> list[Message]:
     return played.answer(task.link)
 
 
-def folded(messages: Sequence[Message], tokenizer: Tokenizer, choice: random.Random) -> Conversation | None:
-    """The session up to a drawn reply as a mode shows it. Trained are the replies that had the latest result before
-    them in full, as when they were given. None if it is longer than the context."""
-    policy = ContextPolicy(choice.choice(MODES), KEEP, RESTART)
-    replies = [at for at, message in enumerate(messages) if message.role == "assistant"]
-    at = replies[-1] if choice.random() < 0.3 else choice.choice(replies)
-    count = exact_measure(tokenizer).count
-    made = fold(messages[:at], policy, count)
-    shown = [*made.messages, messages[at]]
-    if sum(map(count, shown)) > RESTART + 200:
+def prompt(messages: Sequence[Message], at: int, mode: Mode, measure: Measure) -> list[Message] | None:
+    """What a mode shows before the reply `at`, or None if that and the reply are longer than the context."""
+    policy = ContextPolicy(mode, KEEP, RESTART if mode == "hierarchical" else 0)
+    found = fold(messages[:at], policy, measure.count, measure.overhead)
+    return found.messages if found.plan.tokens + measure.count(messages[at]) < MAX_CONTEXT else None
+
+
+def replies(messages: Sequence[Message]) -> list[int]:
+    return [at for at, message in enumerate(messages) if message.role == "assistant"]
+
+
+def fits(messages: Sequence[Message], mode: Mode, measure: Measure) -> bool:
+    """Whether a session ends within the context."""
+    return all(prompt(messages, at, mode, measure) is not None for at in replies(messages))
+
+
+def folded(messages: Sequence[Message], mode: Mode, measure: Measure, choice: random.Random) -> Conversation | None:
+    """The session up to a drawn reply as a mode shows it, or None if it is longer than the context. Replies to results
+    that are omitted now are not trained."""
+    *_, last = places = replies(messages)
+    at = last if choice.random() < 0.3 else choice.choice(places)
+    shown = prompt(messages, at, mode, measure)
+    if shown is None:
         return None
-    before = [None, *shown]
+    row = [*shown, messages[at]]
     return Conversation([
-        replace(one, train=last is None or last.content != OMITTED) if one.role == "assistant" else one
-        for last, one in zip(before, shown)
+        replace(one, train=before is None or before.content != OMITTED) if one.role == "assistant" else one
+        for before, one in zip([None, *row], row)
     ])  # fmt: skip
 
 
@@ -184,17 +198,19 @@ def play(policy: Path, chosen: Sequence[SearchProblem], mode: str) -> list[Playe
     with served(policy, key) as url:
         player = RemotePlayer(Endpoint(url, key=key, max_tokens=MAX_TOKENS), tokenizer=Tokenizer.load(policy))
         found = dict(player.play(list(enumerate(chosen)), suite, SuitePart(name="long", family="search"), seed=0))
+    if failed := [one.detail for one in found.values() if one.outcome is Outcome.ENV_ERROR]:
+        raise SystemExit(f"{mode}: {len(failed)} sessions failed, such as {failed[0]}")
     return [found[place] for place in range(len(chosen))]
 
 
-def sessions(shown: Sequence[Task], tokenizer: Tokenizer, count: int) -> Iterator[Conversation]:
-    """What the policy is trained on: each question several times, in other orders and modes."""
+def sessions(shown: Sequence[Task], measure: Measure, count: int) -> Iterator[Conversation]:
+    """What the policy is trained on: each question several times, in other orders, in every mode equally often."""
     choice = random.Random("sessions")
-    while count:
-        row = folded(session(choice.choice(shown), choice), tokenizer, choice)
-        if row is not None:
-            count -= 1
-            yield row
+    for number in range(count):
+        row = None
+        while row is None:
+            row = folded(session(choice.choice(shown), choice), MODES[number % len(MODES)], measure, choice)
+        yield row
 
 
 def train(seed: int, data: Path, options: argparse.Namespace) -> Path:
@@ -212,7 +228,7 @@ def main() -> None:
     parser.add_argument("--base", type=Path, required=True, help="a base that search_learning.py has trained")
     parser.add_argument("--sessions", type=int, default=8_000)
     parser.add_argument("--sft-steps", type=int, default=400)
-    parser.add_argument("--held-out", type=int, default=250)
+    parser.add_argument("--held-out", type=int, default=100, help="questions, at most one per place")
     parser.add_argument("--split", default="heldout", help="whose questions are played: to tune, take those of rl")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="one seed, small")
@@ -222,27 +238,36 @@ def main() -> None:
         options.seeds, options.sessions, options.sft_steps, options.held_out = options.seeds[:1], 200, 4, 8
     torch.set_num_threads(options.threads)
     family = SearchFamily(**options_of(options.out / "web"))
+    measure = exact_measure(Tokenizer.load(options.base))
     shown, asked = list(tasks(family, "train", any_answer=True)), list(tasks(family, options.split))
     random.Random("held out").shuffle(asked)
-    chosen = [task.problem for task in asked[: options.held_out]]
-    print(f"{len(shown)} questions for training, {len(chosen)} of {len(asked)} of {options.split}")
+    asked = list({task.place.name: task for task in asked}.values())[: options.held_out]
+    chosen = [task.problem for task in asked]
+    orders = random.Random("orders")
+    most = {mode: sum(fits(session(t, orders), mode, measure) for t in asked) / len(asked) for mode in MODES}
+    guess = sum(1 / len(task.place.airports) for task in asked) / len(asked)
+    print(f"{len(shown)} questions for training, {len(asked)} of {options.split}, of which one try solves {guess:.3f}")
+    print(f"most that a session without a repetition can solve: {most}")
     data = options.out.absolute() / f"sessions-{options.sessions}.jsonl"
     if not data.exists():
-        write_conversations(data, sessions(shown, Tokenizer.load(options.base), options.sessions))
-    right: dict[str, list[bool]] = {mode: [] for mode in MODES}
+        write_conversations(data, sessions(shown, measure, options.sessions))
+    right: dict[Mode, list[int]] = {mode: [0] * len(chosen) for mode in MODES}
     for seed in options.seeds:
         policy = train(seed, data, options)
         for mode in MODES:
             played = play(policy, chosen, mode)
-            right[mode] += [one.outcome is Outcome.SOLVED for one in played]
-            ended = {outcome: sum(one.outcome is outcome for one in played) for outcome in Outcome}
-            replies = sum(m.role == "assistant" for one in played for m in one.messages) / len(played)
-            told = {outcome.value: n for outcome, n in ended.items() if n}
-            print(json.dumps({"seed": seed, "mode": mode, "replies": round(replies, 1)} | told), flush=True)
-    result = {mode: wilson(sum(wins), len(wins)).plain() for mode, wins in right.items()}
-    steps = {f"{b} - {a}": paired_shares(right[a], right[b]) for a, b in (MODES[:2], MODES[1:])}
-    result |= {name: {"value": step.value, "low": step.low, "high": step.high} for name, step in steps.items()}
-    print(json.dumps(result))
+            right[mode] = [n + (one.outcome is Outcome.SOLVED) for n, one in zip(right[mode], played, strict=True)]
+            mean = sum(len(replies(one.messages)) for one in played) / len(played)
+            told = Counter(one.outcome.value for one in played)
+            print(json.dumps({"seed": seed, "mode": mode, "replies": round(mean, 1), **told}), flush=True)
+    seeds = len(options.seeds)
+    result: dict[str, object] = {
+        mode: clustered_share(wins, [seeds] * len(wins)).plain() for mode, wins in right.items()
+    }
+    for less, more in (MODES[:2], MODES[1:]):
+        gain = paired_rewards([(b - a) / seeds for a, b in zip(right[less], right[more], strict=True)])
+        result[f"{more} - {less}"] = {"value": gain.value, "low": gain.low, "high": gain.high}
+    print(json.dumps({"questions": len(chosen), **result}))
 
 
 if __name__ == "__main__":

@@ -4,19 +4,22 @@
 
 The slice: a web of about 40,000 pages of places and elements (`glm5 task build search`), with questions of two links
 from a named thing over a hidden one to the answer. A search shows three results with 20 characters of text each, a page
-360 characters with numbers for links, and an episode has six messages. No search with the question, its name or its
-clauses shows the answer. Answers of demonstrations, of RL and of the evaluation are three sets without a common name.
+360 characters with numbers for links and its facts in an order of its own, and an episode has six messages. No search
+with the question, its name or its clauses shows the answer. Answers of demonstrations, of RL and of the evaluation are
+three sets without a common name.
+
 Per seed:
 
 1. SFT from a base that the seeds share, which was trained on the oracle's way over questions of the same forms, and on
    walks: sessions whose prompt tells the lines to follow, from all over the web, which teach to copy names. The
-   demonstrations of this step are of mixed quality: some answer with the page before the answer's, some follow the
-   first link of each page, some search for what is asked instead of what is named.
+   demonstrations of this step are of mixed quality: some answer with the page before the answer's, some follow link 0
+   of each page, some search for what is asked instead of what is named.
 2. RL (`agentic`, in one process) on the questions. Reward: whether the answer is right.
 3. Baselines: SFT goes on from the same start in the time of step 2; and guessers without a model, which look for the
    name, open the first result, and answer what they saw most often of the type that is asked for: on that page ("first
-   page"), or also on as many of the pages that it links to as the messages allow ("first links"). "oracle" is the share
-   that the oracle solves with the same view and messages: the most there is.
+   page"), or also on as many of the pages that it links to as the messages allow ("first links"). "fixed way" always
+   goes the same way for the same type, by numbers of links, the best such way on the questions of RL: it reads nothing.
+   "oracle" is the share that the oracle solves with the same view and messages: the most there is.
 4. Every policy plays the same held-out questions once, at temperature 1.
 
 The last line is JSON: solved shares, and gains over the start with their 95 % interval (paired questions; an answer has
@@ -59,6 +62,7 @@ TYPES = ("subdivision", "city", "currency", "element")
 RESULTS, SNIPPET, PAGE, TURNS, PER_ANSWER = 3, 20, 360, 6, 6
 MOST_ANSWERS, MOST_PER_ANSWER, MOST_TRIES, MOST_LINKS = 5, 20, 60, 3
 MAX_TOKENS, MAX_CONTEXT = 64, 1024
+MOST_FIXED, FITTED = 6, 400
 MIXED = {"careful": 0.4, "too early": 0.3, "first link": 0.15, "wrong words": 0.15}
 ADDRESS = re.compile(r"(?:^|, |: )([^<>\n:]+?) <([^<>\s]+)>", re.MULTILINE)
 LINK = re.compile(r" \[(\d+)\]")
@@ -83,8 +87,8 @@ render_tools = false
 def options_of(web: Path) -> dict[str, Any]:
     """Options of the family."""
     return {
-        "folder": str(web.absolute()), "tools": ["search", "click"], "numbered": True, "results": RESULTS,
-        "snippet": SNIPPET, "page": PAGE, "max_turns": TURNS, "thinking": False,
+        "folder": str(web.absolute()), "tools": ["search", "click"], "numbered": True, "shuffled": True,
+        "results": RESULTS, "snippet": SNIPPET, "page": PAGE, "max_turns": TURNS, "thinking": False,
     }  # fmt: skip
 
 
@@ -177,6 +181,28 @@ def guess(problem: SearchProblem, opened: int) -> bool:
     kind = f"{question.query.root.type}/"
     fitting = Counter(name for name, url in seen if url.startswith(kind) and url not in question.constants)
     return bool(fitting) and right(fitting.most_common(1)[0][0], question.names)
+
+
+def fixed_ways(problem: SearchProblem) -> set[tuple[int, int]]:
+    """The pairs (L, K) for which this solves a problem: search the name, open result 0, link L, and answer "[K]"."""
+    found = set[tuple[int, int]]()
+    for link in range(MOST_FIXED):
+        session = session_of(problem)
+        session.search(name_in(problem))
+        session.click(0)
+        session.click(link)
+        titles = map(session.browser.title, range(MOST_FIXED))
+        found |= {(link, number) for number, title in enumerate(titles) if right(title, problem.question.names)}
+    return found
+
+
+def best_fixed_ways(family: SearchFamily, count: int) -> dict[str, tuple[int, int]]:
+    """By type of answer, the fixed way that solves most of the questions of RL."""
+    solved: dict[str, Counter[tuple[int, int]]] = {}
+    for index in range(count):
+        problem = family.problem("rl", index)
+        solved.setdefault(problem.question.query.root.type, Counter()).update(fixed_ways(problem))
+    return {kind: ways.most_common(1)[0][0] for kind, ways in solved.items() if ways}
 
 
 def renamed(node: Node, entity: str) -> Node:
@@ -279,6 +305,8 @@ def experiment(
     played = {name: evaluate(policy, family, config) for name, policy in trained.items()}
     solved = {name: wins for name, (wins, _) in played.items()}
     seconds["episode"] = played["rl"][1]
+    ways = best_fixed_ways(SearchFamily(**chosen), FITTED)
+    solved["fixed way"] = [ways.get(one.question.query.root.type) in fixed_ways(one) for one in held_out]
     solved |= {f"first {name}": [guess(one, n) for one in held_out] for name, n in (("page", 0), ("links", TURNS - 3))}
     solved["oracle"] = [calls_of(one) is not None for one in held_out]
     return rates(seed, solved, seconds)

@@ -27,6 +27,8 @@ except ImportError as error:
 Dialect = Literal["openai", "completions", "anthropic"]
 MOST_BYTES = 16 << 20
 """Maximum bytes of one answer."""
+OWNER = "glm5"
+"""What `glm5 serve` says of its model: who owns it."""
 RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 _LENGTH = re.compile(
     r"(prompt|input|messages|context|sequence).{0,80}(too (long|large|many)|length|window|size|limit|exceed|maximum)"
@@ -117,6 +119,7 @@ class Endpoint:
             timeout=httpx.Timeout(seconds, connect=10.0), trust_env=not local, headers=self._wire.headers(key)
         )
         self._names, self._whole_s = [name] if name else [], whole_s  # one list for all that `asking` makes
+        self._ours: list[bool] = []  # as well
 
     def close(self) -> None:
         self._client.close()
@@ -141,6 +144,29 @@ class Endpoint:
             except (EndpointError, LookupError, TypeError) as error:
                 raise EndpointError(f"{self.base} does not list its models; name one. ({error})") from error
         return self._names[0]
+
+    @property
+    def ours(self) -> bool:
+        """Whether `glm5 serve` has the model. Asks the server once; a failure counts as no."""
+        if not self._ours:
+            try:
+                listed = self._get("/v1/models")["data"]
+                self._ours.append(any(one["id"] == self.name and one["owned_by"] == OWNER for one in listed))
+            except (EndpointError, httpx.HTTPError, LookupError, TypeError):
+                self._ours.append(False)
+        return self._ours[0]
+
+    def prompted(self, thinking: bool | None, render_tools: bool, template: bool = True) -> tuple[Endpoint, bool]:
+        """The model with `chat_template_kwargs`, if `template`, and whether its requests have the tools.
+
+        `thinking`: whether to think; None says nothing of it. Without `render_tools` no prompt shows the tools: a
+        server of ours gets them, to read calls, and is told so; another would show or refuse them, so it gets none.
+        """
+        kwargs = {} if thinking is None else {"enable_thinking": thinking}
+        sent = render_tools or (template and self.ours)
+        if sent and not render_tools:
+            kwargs["render_tools"] = False
+        return self.asking(chat_template_kwargs=kwargs) if template and kwargs else self, sent
 
     def complete(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], on_delta: wire.OnDelta | None = None

@@ -25,6 +25,8 @@ from glm5.records import Message
 START_S = 900.0
 STOP_S = 10.0
 SILENCE_S = 600.0
+MOST_REMEMBERED = 8192
+"""Messages whose lengths are remembered."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +71,17 @@ def open_model(
 
 
 def exact_measure(tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = ()) -> Measure:
-    """The measure of a tokenizer's chat template. Sums are exact for results that each follow a reply."""
+    """The measure of a tokenizer's chat template. Sums are exact for results that each follow a reply. Lengths are
+    remembered, for a policy measures the whole conversation before every reply."""
+    known = dict[tuple[Any, ...], int]()
 
     def count(message: Message) -> int:
-        return len(render_tail([message], tokenizer=tokenizer, add_generation_prompt=False))
+        key = message.role, message.content, message.reasoning, repr(message.tool_calls)
+        if key not in known:
+            if len(known) >= MOST_REMEMBERED:
+                known.clear()
+            known[key] = len(render_tail([message], tokenizer=tokenizer, add_generation_prompt=False))
+        return known[key]
 
     empty = Message("user", "")
     return Measure(count, len(render_chat([empty], tools, tokenizer=tokenizer).ids) - count(empty))

@@ -16,18 +16,25 @@ from glm5.agents.endpoint import EndpointError, Model
 from glm5.records import Message
 from glm5.tasks.search.browser import Browser, misuse
 
-SYSTEM = """You answer questions by searching a closed web of pages. Use the tools: search, click, open, find, python.
+DEFAULT_TOOLS = ("search", "click", "open", "find", "python")
+SYSTEM = """You answer questions by searching a closed web of pages. Use the tools: {tools}.
 Work step by step: search for what the question names, open pages, follow their links, check every condition on the
 pages themselves. All conditions of the question hold for exactly one answer. End with a message in this form:
 
 Explanation: your reasons, with the addresses of the pages that show them in square brackets, such as [country/france]
-Exact Answer: the name alone
+Exact Answer: the name alone{number}
 Confidence: a number from 0% to 100%"""
+NUMBER = ", or the number of a link of the open page that has this name, such as [2]"
 MOST_CALLS = 8  # per reply
 MOST_MALFORMED = 3
 EMPTY = "Your reply was empty or cut off. Call a tool, or give the answer in the form asked for."
 
 Reason = Literal["answer", "turns", "tokens", "malformed", "context"]
+
+
+def instructions(tools: Sequence[str], numbered: bool) -> str:
+    """The system prompt for these tools; `numbered`: links of pages have numbers, which are answers as well."""
+    return SYSTEM.format(tools=", ".join(tools), number=NUMBER if numbered else "")
 
 
 @dataclass(frozen=True)
@@ -52,20 +59,23 @@ class Session:
 
 @dataclass
 class SearchAgent:
-    """Plays questions with one model. `count` and `overhead` measure prompts in tokens."""
+    """Plays questions with one model. `count` and `overhead` measure prompts in tokens. `system` replaces the
+    instructions. `tools` are those that it may call; requests have their specifications if `sends_tools`."""
 
     model: Model
     context: ContextPolicy = field(default_factory=ContextPolicy)
     limits: Limits = Limits()
     count: Counter = approximate_tokens
     overhead: int = 0
-    system: str = SYSTEM
-    tools: Sequence[str] = ("search", "click", "open", "find", "python")
+    system: str | None = None
+    tools: Sequence[str] = DEFAULT_TOOLS
+    sends_tools: bool = True
 
     def run(self, question: str, browser: Browser) -> Session:
         """Play one question. Raises EndpointError and GradingError."""
-        specs = browser.view.tools(self.tools)
-        session = Session(messages=[Message("system", self.system), Message("user", question)])
+        specs = browser.view.tools(self.tools) if self.sends_tools else ()
+        system = instructions(self.tools, browser.view.numbered) if self.system is None else self.system
+        session = Session(messages=[Message("system", system), Message("user", question)])
         malformed = 0
         while session.turns < self.limits.turns:
             folded = fold(session.messages, self.context, self.count, self.overhead)

@@ -17,24 +17,31 @@ OPTIONS: dict[str, Any] = {"context": "none", "keep": 5, "limit": 0, "split": "h
                            "judge": "", "judge_name": "", "session_tokens": 0}  # fmt: skip
 """Options of the evaluation with their defaults; others are the family's."""
 LIMITS = {"max_tokens": 8192, "max_turns": 100}
+NOT_TAKEN = {
+    "max_turns": "use --limit max_turns", "strict": "a wrong call ends no session", "plain": "agents chat",
+    "stop": "replies end by themselves",
+}  # fmt: skip
+"""Options of the family and of suites that are of no use here, and why."""
 
 
 def browse(
     model: str, problems: int, options: dict[str, Any], limits: dict[str, Any], out: Path | None, *, name: str = "",
     at_once: int = 8, seed: int = 0, temperature: float | None = None, key_file: Path | None = None,
+    render_tools: bool = True, template: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
     """Play and score. `judge` is the URL of a model that decides on answers which are not exactly a name. `out` gets
-    `episodes.jsonl`, from which the next run goes on, and `result.json`. Raises UsageError for a wrong option,
+    `episodes.jsonl`, from which the next run goes on, and `result.json`. `render_tools` and `template` are as in
+    `Endpoint.prompted`, and so is the family's option `thinking`, if it is given. Raises UsageError for a wrong option,
     ConfigError and DataError by the family."""
     from glm5.agents.context import ContextPolicy
     from glm5.agents.models import open_model
-    from glm5.agents.search import Limits, SearchAgent
+    from glm5.agents.search import DEFAULT_TOOLS, Limits, SearchAgent
     from glm5.eval.browse import evaluate
     from glm5.files import atomic_write
     from glm5.serve.keys import find_key
     from glm5.tasks.contract import SPLITS
     from glm5.tasks.families import make_family
-    from glm5.tasks.search.browser import TOOLS
+    from glm5.tasks.search.browser import View
     from glm5.tasks.search.family import SearchFamily
 
     own = OPTIONS | {option: value for option, value in options.items() if option in OPTIONS}
@@ -47,24 +54,30 @@ def browse(
             raise UsageError(f"--limit {limit}: browse takes {', '.join(LIMITS)}{nearest(limit, LIMITS)}.")
     if own["split"] not in SPLITS or own["session_tokens"] < 0:
         raise UsageError(f"--set split is one of {', '.join(SPLITS)}, and session_tokens not negative.")
+    for option, why in NOT_TAKEN.items():
+        if option in options:
+            raise UsageError(f"--set {option}: browse does not take it; {why}.")
     bounds, policy = LIMITS | limits, ContextPolicy(own["context"], own["keep"], own["limit"])
     given = {option: value for option, value in options.items() if option not in OPTIONS}
     family = make_family("search", seed, **given)
     assert isinstance(family, SearchFamily)
     settings = {"own": own, "family": given, "limits": bounds, "seed": seed, "temperature": temperature,
                 "web": family.web.digest}  # fmt: skip
+    settings |= {} if render_tools else {"render_tools": False}
+    settings |= {} if template else {"template_kwargs": False}
+    tools = tuple(given.get("tools", DEFAULT_TOOLS))
+    shown = View(numbered=given.get("numbered", False)).tools(tools) if render_tools else ()
     key = find_key("api", None, key_file)
-    with (
-        open_model(
-            model, name, own["dialect"], key, bounds["max_tokens"], tools=list(TOOLS.values()), temperature=temperature
-        ) as (endpoint, measure),
-        QuietConsole().status("starting") as status,
-    ):
+    opened = open_model(
+        model, name, own["dialect"], key, bounds["max_tokens"], tools=shown, temperature=temperature
+    )  # fmt: skip
+    with opened as (endpoint, measure), QuietConsole().status("starting") as status:
         if out is not None:
             _same_settings(out, settings | _player(model, endpoint))
         judge = _judge(own["judge"], own["judge_name"], find_key("judge", None, None)) if own["judge"] else None
         turns = Limits(bounds["max_turns"], own["session_tokens"])
-        agent = SearchAgent(endpoint, policy, turns, measure.count, measure.overhead)
+        asked, sent = endpoint.prompted(given.get("thinking"), render_tools, template)
+        agent = SearchAgent(asked, policy, turns, measure.count, measure.overhead, tools=tools, sends_tools=sent)
         found = evaluate(
             family, own["split"], problems, agent, judge=judge, at_once=at_once,
             log=out / "episodes.jsonl" if out is not None else None,

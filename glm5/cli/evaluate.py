@@ -12,10 +12,16 @@ from glm5.cli.options import Device, Dtype, Json, app, assignments, show
 from glm5.errors import UsageError
 
 LIMITS = ("max_tokens", "max_turns", "max_context")
+OF_BROWSE = frozenset({
+    "model", "suite", "problems", "options", "render_tools", "limits", "temperature", "seed", "out", "name",
+    "concurrency", "api_key_file", "template", "as_json",
+})  # fmt: skip
+"""The options that the suite browse takes."""
 
 
 @app.command("eval")
 def evaluate(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(help="Checkpoint directory, or URL of an OpenAI-compatible server.")],
     suite: Annotated[
         str, typer.Option(help="aime, ruler, browse, lm-eval, … (docs/evaluation.md), a task family, or a .toml file.")
@@ -28,7 +34,11 @@ def evaluate(
     ] = [],  # noqa: B006
     parts: Annotated[list[str], typer.Option("--part", help="Only this part of the suite; repeatable.")] = [],  # noqa: B006
     render_tools: Annotated[
-        bool | None, typer.Option("--render-tools/--no-render-tools", help="Show tool specifications in the prompt.")
+        bool | None,
+        typer.Option(
+            "--render-tools/--no-render-tools",
+            help="Show tool specifications in the prompt; servers other than `glm5 serve` get no tools if not.",
+        ),
     ] = None,
     limits: Annotated[
         list[str], typer.Option("--limit", help="max_tokens of a reply, max_turns, max_context: NAME=N; repeatable.")
@@ -79,9 +89,11 @@ def evaluate(
     if suite == "browse":
         from glm5.cli.browse import browse
 
+        _check_options_of_browse(context)
         found = browse(
             model, problems or 100, assignments(options), assignments(limits), out, name=name, at_once=concurrency,
-            seed=seed, temperature=temperature, key_file=api_key_file,
+            seed=seed, temperature=temperature, key_file=api_key_file, render_tools=render_tools is not False,
+            template=template,
         )  # fmt: skip
         show({suite: found} if as_json else found, as_json)
         return
@@ -159,6 +171,19 @@ def table(
     from glm5.eval.tables import table as made
 
     typer.echo(made(name, records))
+
+
+def _check_options_of_browse(context: typer.Context) -> None:
+    """Raises UsageError for options that were given and that the suite browse would ignore."""
+    wrong = []
+    for option in context.command.params:
+        source, value = context.get_parameter_source(option.name or ""), context.params.get(option.name or "")
+        given = source is not None and source.name == "COMMANDLINE"
+        chat = option.name == "plain" and value is False  # what browse does anyway
+        if given and option.name not in OF_BROWSE and not chat:
+            wrong.append((option.secondary_opts if value is False else option.opts)[0])
+    if wrong:
+        raise UsageError(f"--suite browse does not take {', '.join(wrong)}; docs/search.md has its options.")
 
 
 def _lines(suite: str, found: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:

@@ -30,7 +30,8 @@ MOST_REFUSED = 8
 class RemotePlayer:
     """A chat endpoint, which gets `concurrency` problems at a time. Its draws are its own: it gets no seed.
 
-    Whether to think is said as `chat_template_kwargs`, which servers of open models know, if `template`. A request that
+    Whether to think is said as `chat_template_kwargs`, which servers of open models know, if `template`. Tools that the
+    suite does not show go only to servers of ours, which read their calls; other servers get none. A request that
     the server refuses is an error of that problem alone, but `MOST_REFUSED` without an answer in between end the run.
     `tokenizer` measures prompts for context policies; without one they are estimated.
     """
@@ -131,18 +132,16 @@ def _play(
 ) -> Played:
     messages, tools, thinking = opening
     shown = tools if suite.render_tools else ()
-    if template:
-        kwargs: dict[str, bool] = {"enable_thinking": thinking}
-        if tools and not shown:  # the server reads calls of tools that the prompt does not show
-            kwargs["render_tools"] = False
-        model = model.asking(chat_template_kwargs=kwargs)
+    model, sent = model.prompted(thinking, suite.render_tools or not tools, template)
     history: list[Message] = list(messages)
     policy = ContextPolicy(suite.context, suite.keep, suite.discard_above)
-    measure = _measure(shown, tokenizer) if policy.mode != "none" else Measure()
+    measure = Measure(overhead=len(json.dumps(list(shown))) // 4)
+    if tokenizer is not None and policy.mode != "none":
+        measure = exact_measure(tokenizer, shown)
     for _ in range(suite.max_turns):
         folded = fold(history, policy, measure.count, measure.overhead) if policy.mode != "none" else None
         try:
-            reply = model.complete(folded.messages if folded else history, tools if template else shown, told)
+            reply = model.complete(folded.messages if folded else history, tools if sent else (), told)
         except EndpointError as error:
             if error.too_long:
                 return _played(StepResult(detail={"cut": "context"}), history, True, env)
@@ -179,21 +178,6 @@ def abandoned(env: Env) -> tuple[float, Mapping[str, Any]]:
         return 0.0, {}
     left = checked(abandon())
     return left.reward, left.detail
-
-
-def _measure(tools: Sequence[ToolSpec], tokenizer: Tokenizer | None) -> Measure:
-    if tokenizer is None:
-        return Measure(overhead=len(json.dumps(list(tools))) // 4)
-    exact, known = exact_measure(tokenizer, tools), dict[tuple[Any, ...], int]()
-
-    def count(message: Message) -> int:
-        """Each message once: a policy measures the whole conversation before every reply."""
-        key = message.role, message.content, message.reasoning, repr(message.tool_calls)
-        if key not in known:
-            known[key] = exact.count(message)
-        return known[key]
-
-    return Measure(count, exact.overhead)
 
 
 def _text(history: Sequence[Message]) -> str:

@@ -234,7 +234,8 @@ def _same_reasoning(node: Node, turns: Sequence[Message]) -> bool:
 
 
 def _head(chat: ChatInput) -> bytes:
-    mode = [chat.mode.enable, bool(chat.mode.clear), chat.mode.effort, chat.mode.tools]
+    mode = [chat.mode.enable, bool(chat.mode.clear), chat.mode.effort]
+    mode += [False] if chat.tools and not chat.mode.tools else []  # else as stored before there was this choice
     return _hash(b"", json.dumps([mode, list(chat.tools)], sort_keys=True, default=repr).encode("utf-8", "replace"))
 
 

@@ -35,13 +35,19 @@ class ScriptedModel:
     refuse: list[tuple[int, str]] = field(default_factory=list)
     """Statuses and bodies to answer first, one for each request."""
     refuse_kind: str = "application/json"
+    owner: str = ""
+    """Who owns the model; `glm5 serve` says "glm5"."""
+    listed: int = 0
+    """Requests for the list of models."""
 
     def __enter__(self) -> ScriptedModel:
         model = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                self._send("application/json", json.dumps({"data": [{"id": "scripted"}]}).encode())
+                model.listed += 1
+                card = {"id": "scripted"} | ({"owned_by": model.owner} if model.owner else {})
+                self._send("application/json", json.dumps({"data": [card]}).encode())
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import pytest
 
 from glm5.agents import wire
@@ -25,7 +26,7 @@ def test_a_checkpoint_is_served(small: Callable[..., object], tokenizer: Tokeniz
     with open_model(str(tmp_path), max_tokens=8, tools=SPECS) as (endpoint, measure):
         asked = [Message("system", "Be brief."), Message("user", "Hello.")]
         reply = endpoint.complete(asked, SPECS)
-        assert reply.completion_tokens <= 8
+        assert reply.completion_tokens <= 8 and endpoint.ours
         assert reply.prompt_tokens == measure.overhead + sum(map(measure.count, asked))
     with pytest.raises(EndpointError, match="does not answer"):
         Endpoint(endpoint.base, "name", pauses=()).complete(asked, [])
@@ -51,6 +52,26 @@ def test_messages_are_counted_exactly(tokenizer: Tokenizer) -> None:
     for n in range(1, len(messages) + 1):
         options = dict(tokenizer=tokenizer, add_generation_prompt=False, clear_thinking=False)
         assert len(render_chat(messages[:n], **options).ids) == 2 + sum(map(count, messages[:n]))  # type: ignore[arg-type]
+
+
+def test_whether_a_server_is_ours_is_asked_once() -> None:
+    for owner in ("glm5", "vllm", ""):
+        with ScriptedModel([Say("Hi.")], owner=owner) as server:
+            one = Endpoint(server.url, "scripted", pauses=())
+            assert [asked.ours for asked in (one.asking(top_p=0.5), one, one)] == [owner == "glm5"] * 3
+            assert server.listed == 1
+    with ScriptedModel([Say("Hi.")], owner="glm5") as server:
+        assert not Endpoint(server.url, "another", pauses=()).ours
+    assert not Endpoint(server.url, pauses=()).ours and not Endpoint(server.url, "scripted", pauses=()).ours  # no more
+
+
+@pytest.mark.parametrize("text", [b"{}", b"[]", b"x", b'{"data": 3}', b'{"data": [3]}', b'{"data": [{"id": "m"}]}'])
+def test_a_strange_list_of_models_is_none_of_ours(text: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Endpoint("http://127.0.0.1:9", "m", pauses=())
+    monkeypatch.setattr(
+        one, "_client", httpx.Client(transport=httpx.MockTransport(lambda _: httpx.Response(200, content=text)))
+    )
+    assert not one.ours
 
 
 def test_completions_continue_a_text() -> None:

@@ -11,10 +11,10 @@ import pytest
 
 from glm5.agents.context import OMITTED, ContextPolicy
 from glm5.agents.endpoint import Endpoint, EndpointError, Reply
-from glm5.agents.search import Limits, SearchAgent
+from glm5.agents.search import Limits, SearchAgent, instructions
 from glm5.agents.wire import OnDelta
 from glm5.records import Message, ToolCall
-from glm5.tasks.search.browser import Browser
+from glm5.tasks.search.browser import Browser, View
 from glm5.tasks.search.web import Web
 from tests.agents.scripted_model import Say, ScriptedModel
 from tests.tasks.search.world import tiny_web
@@ -33,11 +33,13 @@ class Scripted:
 
     script: list[Reply | EndpointError]
     prompts: list[list[Message]] = field(default_factory=list)
+    tools: list[list[str]] = field(default_factory=list)
 
     def complete(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], on_delta: OnDelta | None = None
     ) -> Reply:
         self.prompts.append(list(messages))
+        self.tools.append([tool["function"]["name"] for tool in tools])
         reply = self.script[min(len(self.prompts), len(self.script)) - 1]
         if isinstance(reply, EndpointError):
             raise reply
@@ -76,6 +78,20 @@ def test_a_session(web: Web) -> None:
 def test_finish_is_an_answer(web: Web) -> None:
     agent = SearchAgent(Scripted([says("", ("finish", {"answer": "gamma"}))]), tools=("search", "finish"))
     assert agent.run("?", Browser(web)).answer == "gamma"
+
+
+def test_instructions_name_the_tools_and_the_form_of_the_answer(web: Web) -> None:
+    for tools, numbered, sent in ((("search", "click"), True, False), (("search", "open", "find"), False, True)):
+        model = Scripted([says("x")])
+        SearchAgent(model, tools=tools, sends_tools=sent).run("?", Browser(web, view=View(numbered=numbered)))
+        system = model.prompts[0][0].content
+        assert system == instructions(tools, numbered) and f"Use the tools: {', '.join(tools)}.\n" in system
+        assert ("a link of the open page that has this name, such as [2]\n" in system) == numbered
+        assert ("\nExact Answer: the name alone\n" in system) != numbered
+        assert model.tools == [list(tools) if sent else []]
+    model = Scripted([says("x")])
+    SearchAgent(model, system="Search.").run("?", Browser(web))
+    assert model.prompts[0][0].content == "Search."
 
 
 def test_context_policies(web: Web) -> None:

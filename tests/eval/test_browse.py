@@ -15,7 +15,7 @@ from glm5.agents.endpoint import EndpointError, Reply
 from glm5.agents.search import SearchAgent
 from glm5.agents.wire import OnDelta
 from glm5.cli import app
-from glm5.errors import DataError, GradingError
+from glm5.errors import DataError, GradingError, UsageError
 from glm5.eval.browse import Played, calibration_error, evaluate, metrics, play
 from glm5.records import Message, ToolCall
 from glm5.tasks.search.answers import right
@@ -150,6 +150,64 @@ def test_a_link_by_number_is_an_answer(built: Path) -> None:  # noqa: F811
     model = Replays(script)
     played = play(problem, SearchAgent(model))
     assert played.right and right(played.answer, problem.question.names) and "link of the open page" in model.told
+
+
+OPTIONS = ("--set", 'tools=["search","click"]', "--set", "numbered=true", "--set", "thinking=false")
+
+
+@pytest.mark.parametrize(
+    ("owner", "more", "tools", "kwargs"),
+    [
+        ("glm5", (), ["search", "click", "open", "find", "python"], None),
+        ("vllm", ("--chat",), ["search", "click", "open", "find", "python"], None),
+        ("vllm", OPTIONS, ["search", "click"], {"enable_thinking": False}),
+        ("glm5", (*OPTIONS, "--no-render-tools"), ["search", "click"],
+         {"enable_thinking": False, "render_tools": False}),
+        ("glm5", (*OPTIONS, "--no-template-kwargs"), ["search", "click"], None),
+        ("glm5", (*OPTIONS, "--no-render-tools", "--no-template-kwargs"), [], None),
+        ("vllm", (*OPTIONS, "--no-render-tools"), [], {"enable_thinking": False}),
+        ("", (*OPTIONS, "--no-render-tools"), [], {"enable_thinking": False}),
+    ],
+)  # fmt: skip
+def test_a_model_is_asked_in_the_form_of_its_training(
+    built: Path, tmp_path: Path, owner: str, more: tuple[str, ...], tools: list[str], kwargs: dict[str, bool] | None,  # noqa: F811
+) -> None:  # fmt: skip
+    def script(body: dict[str, Any], turn: int) -> Say:
+        return Say("[0]") if turn else Say(calls=[("python", {"code": "print(1)"}), ("search", {"query": "airport"})])
+
+    with ScriptedModel(script, owner=owner) as model:
+        command = ["eval", model.url, "--suite", "browse", "--problems", "1", "--set", f"folder={built}", *more]
+        done = CliRunner().invoke(app, [*command, "--out", str(tmp_path)])
+        assert done.exit_code == 0, done.output
+        first, second = model.bodies
+        assert [tool["function"]["name"] for tool in first.get("tools", ())] == tools
+        assert all(body.get("chat_template_kwargs") == kwargs for body in model.bodies)
+        two, system = OPTIONS[0] in more, first["messages"][0]["content"]
+        assert ("tools: search, click.\n" if two else "tools: search, click, open, find, python.\n") in system
+        assert ("such as [2]" in system) == two and ("link of the open page" in json.dumps(first)) == two
+        assert (second["messages"][3]["content"] == "error: no such tool") == two
+        if "--no-render-tools" in more:
+            again = CliRunner().invoke(app, [*command[:-1], "--out", str(tmp_path)])
+            assert again.exit_code != 0 and "other settings" in str(again.exception)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--plain",), "does not take --plain;"), (("--top-p", "0.9", "--repeats", "2"), "take --top-p, --repeats;"),
+        (("--fast",), "take --fast;"), (("--exact",), "take --exact;"), (("--part", "x"), "take --part;"),
+        (("--against", "x"), "take --against;"), (("--trained-on", "x"), "take --trained-on;"),
+        (("--judge", "http://x"), "take --judge;"), (("--user", "http://x"), "take --user;"),
+        (("--tokenizer", "x"), "take --tokenizer;"), (("--dense", "--device", "cpu"), "take --dense, --device;"),
+        (("--set", "max_turns=3"), "use --limit max_turns"), (("--set", "strict=true"), "a wrong call ends no session"),
+        (("--set", 'stop=["x"]'), "stop: browse does not take it"), (("--set", "plain=true"), "agents chat"),
+        (("--limit", "max_context=9"), "browse takes max_tokens, max_turns"),
+    ],
+)  # fmt: skip
+def test_options_that_would_change_nothing_are_refused(built: Path, more: tuple[str, ...], said: str) -> None:  # noqa: F811
+    command = ["eval", "http://127.0.0.1:9", "--suite", "browse", "--set", f"folder={built}", *more]
+    done = CliRunner().invoke(app, command)
+    assert isinstance(done.exception, UsageError) and said in str(done.exception)
 
 
 def test_the_command(built: Path, names: dict[str, str], tmp_path: Path) -> None:  # noqa: F811

@@ -76,6 +76,15 @@ def test_where_a_conversation_goes_on(two: tuple[History, Node, Node], case: str
     )
 
 
+def test_sessions_of_earlier_versions_go_on() -> None:
+    """The digest of the options is what it was before prompts could leave out tools, unless they do."""
+    tools, hidden = [{"name": "f"}], Mode(tools=False)
+    told = [chat(ASK), chat(ASK, mode=hidden), chat(ASK, tools=tools), chat(ASK, tools=tools, mode=hidden)]
+    none, same, shown, other = (History().place(asked).head.hex() for asked in told)
+    assert (none, shown) == ("33337f3a12d7e5e0484f8357076a3429", "4d685b1da178e4c41ba0920791c0bf97")
+    assert same == none and other not in (none, shown)
+
+
 def test_pruned_reasoning_starts_anew() -> None:
     """A user message after which earlier reasoning is dropped changes the prompt before it."""
     history, mode = History(), Mode(clear=True)

@@ -44,8 +44,13 @@ def right(answer: str, names: Sequence[str]) -> bool:
     return any(_same(answer, name) for name in names)
 
 
+def bare(answer: str) -> str:
+    """An answer without spaces, quotes and marks around it."""
+    return answer.strip().strip("\"'`*.").strip()
+
+
 def _same(answer: str, name: str) -> bool:
-    found, wanted = answer.strip().strip("\"'`*.").strip(), name.strip()
+    found, wanted = bare(answer), name.strip()
     if _marks(found) == _marks(wanted):
         return True
     return bool(words(wanted)) and words(found) == words(wanted) and _signs(found) == _signs(wanted)

@@ -7,7 +7,7 @@ that says so; a fault of the web or of the machine is a GradingError, which is n
 
 from __future__ import annotations
 
-import itertools
+import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +16,7 @@ from typing import Any
 from glm5.errors import ConfigError
 from glm5.records import ToolCall
 from glm5.tasks.contract import ToolSpec
+from glm5.tasks.search.answers import bare, right
 from glm5.tasks.search.index import ngrams, quotes, snippet
 from glm5.tasks.search.records import Page
 from glm5.tasks.search.web import Web
@@ -26,6 +27,8 @@ MOST_ARGUMENT = 4_000
 """Characters of an argument; a program may have more."""
 MOST_FOUND = 10
 """Places that `find` shows."""
+LONG_LINE = 120
+"""Characters of a fact, addresses included, above which it stays behind shorter ones when facts are shuffled."""
 
 
 def _spec(name: str, about: str, **parameters: tuple[str, str]) -> ToolSpec:
@@ -49,7 +52,7 @@ TOOLS: dict[str, ToolSpec] = {
 NUMBERED_CLICK = _spec("click", "Open a result of the latest search, or a link of the open page.",
                        link_id=("integer", "Its number."))  # fmt: skip
 """`click`, if the links of pages have numbers."""
-_NUMBER = re.compile(r"\[(\d{1,4})\]")
+_NUMBER = re.compile(r"(.*?)\s*\[\s*([0-9]{1,4})\s*\]")
 _LINKED = re.compile(r" <([^<>\s]+)>")
 
 
@@ -63,6 +66,9 @@ class View:
     python: int = 4_000
     numbered: bool = False
     """Links of a page have numbers instead of addresses, as results have; `click` takes them, and so does an answer."""
+    shuffled: bool = False
+    """The facts of a page come in an order drawn from its address, long ones last, so that no place says what is
+    there."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError for sizes out of bounds."""
@@ -89,8 +95,10 @@ class Browser:
     returned: list[str] = field(default_factory=list)
     opened: list[str] = field(default_factory=list)
     searches: int = 0
-    _results: list[str] = field(default_factory=list)
-    _page: Page | None = None
+    _links: list[str] = field(default_factory=list)  # of the latest search, or of the open page if they have numbers
+    _shown: set[int] = field(default_factory=set)  # those of them that were shown
+    _places: list[int] = field(default_factory=list)  # where the number of each link ends in the open page
+    _text: str | None = None  # of the open page
 
     def __post_init__(self) -> None:
         self._grams = [grams for text in self.forbidden if (grams := ngrams(text))]
@@ -117,15 +125,17 @@ class Browser:
         """Numbered results: title, address and the snippet that fits the query best."""
         self.searches += 1
         pages = self.found(query, max(1, min(num, self.view.results)))
-        self._results = [page.url for page in pages]
-        self.returned += self._results
+        self._links = [page.url for page in pages]
+        self._shown, self._places = set(range(len(pages))), []
+        if self.view.numbered:
+            self._text = None  # its numbers mean nothing now
+        self.returned += self._links
         return "\n".join(f"[{i}] {self.result(page, query)}" for i, page in enumerate(pages)) or "no results"
 
     def found(self, query: str, num: int) -> list[Page]:
         """The best pages for a query that may be shown."""
         hits = self.web.index.search(query, num * 2 if self._grams else num)
-        pages = (page for hit in hits if (page := self.web.page(hit.url)) is not None)
-        return [page for page in pages if not quotes(page.text, self._grams)][:num]
+        return [page for hit in hits if (page := self._page(hit.url)) is not None][:num]
 
     def result(self, page: Page, query: str) -> str:
         """What a search shows of a page."""
@@ -133,55 +143,92 @@ class Browser:
 
     def open(self, url: str) -> tuple[str, bool]:
         """Title, address and text of a page, cut at the limit."""
-        page = self.web.page(url.strip().strip("<>"))
-        if page is None or quotes(page.text, self._grams):
+        page = self._page(url.strip().strip("<>"))
+        if page is None:
             return f"error: there is no page {url[:200]}", False
-        self._page = page
         self.opened.append(page.url)
-        text = page.text
+        head, text = f"{page.title} <{page.url}>\n", page.text
+        if self.view.shuffled:
+            text = _shuffled(text, page.url)
         if self.view.numbered:
-            self._results = _LINKED.findall(text)
-            numbers = itertools.count()
-            text = _LINKED.sub(lambda match: f" [{next(numbers)}]", text)
-        text = f"{page.title} <{page.url}>\n{text}"
+            text = self._numbered(text, self.view.page - len(head))
+        self._text, text = text, f"{head}{text}"
         if len(text) > self.view.page:
             text = f"{text[: self.view.page]}\n[cut: {len(text) - self.view.page:,} characters more; use find]"
         return text, True
 
+    def _page(self, url: str) -> Page | None:
+        """A page that may be shown, or None."""
+        page = self.web.page(url)
+        return None if page is None or quotes(page.text, self._grams) else page
+
+    def _numbered(self, text: str, room: int) -> str:
+        """A text with numbers for its links. Those in the first `room` characters count as shown."""
+        self._links, self._places = [], []
+        done, at = "", 0
+        for match in _LINKED.finditer(text):
+            if match[1] in self.web.addresses:
+                done += f"{text[at : match.start()]} [{len(self._links)}]"
+                at = match.end()
+                self._places.append(len(done))
+                self._links.append(match[1])
+        self._shown = set()
+        self._see(0, room)
+        return done + text[at:]
+
+    def _see(self, start: int, end: int) -> None:
+        """Links whose numbers stand between two places of the open page have been shown."""
+        marks = ((number, place - len(f"[{number}]"), place) for number, place in enumerate(self._places))
+        self._shown |= {number for number, begin, place in marks if start <= begin and place <= end}
+
     def number(self, url: str) -> int | None:
         """The number by which `click` opens an address now, or None."""
-        return self._results.index(url) if url in self._results else None
+        return next((number for number in sorted(self._shown) if self._links[number] == url), None)
 
     def title(self, number: int) -> str:
         """The title of the page that `click` would open, or an empty text."""
         url = self.address(number)
-        page = None if url is None else self.web.page(url)
+        page = None if url is None else self._page(url)
         return page.title if page else ""
 
     def meant(self, answer: str) -> str:
-        """An answer, or the title that it gives as the number of a link: "[2]"."""
-        link = _NUMBER.fullmatch(answer) if self.view.numbered else None
-        return self.title(int(link[1])) if link else answer
+        """An answer, or the title that it gives as the number of a link: "[2]", or "Bern [2]" as pages have it."""
+        link = _NUMBER.fullmatch(bare(answer)) if self.view.numbered else None
+        title = self.title(int(link[2])) if link else ""
+        return title if link and (not link[1] or right(link[1], [title])) else answer
 
     def address(self, number: int | None) -> str | None:
         """What `click` would open, or None."""
-        return self._results[number] if number is not None and 0 <= number < len(self._results) else None
+        return self._links[number] if number is not None and number in self._shown else None
 
     def _click(self, link_id: int | None) -> tuple[str, bool]:
         url = self.address(link_id)
+        if url is None and self.view.numbered:
+            return f"error: the latest search or page shows no link {link_id}", False
         if url is None:
-            what = "search or page has {} links" if self.view.numbered else "search has {} results"
-            return f"error: the latest {what.format(len(self._results))}, numbered from 0", False
+            return f"error: the latest search has {len(self._links)} results, numbered from 0", False
         return self.open(url)
 
     def _find(self, pattern: str) -> tuple[str, bool]:
-        if self._page is None:
+        if self._text is None:
             return "error: no page is open", False
-        text, wanted = self._page.text, pattern.strip()
+        text, wanted = self._text, pattern.strip()
         places = [match.start() for match in re.finditer(re.escape(wanted), text, re.IGNORECASE)] if wanted else []
-        lines = [" ".join(text[max(0, at - 80) : at + len(wanted) + 120].split()) for at in places[:MOST_FOUND]]
+        lines = list[str]()
+        for at in places[:MOST_FOUND]:
+            start, end = max(0, at - 80), at + len(wanted) + 120
+            lines.append(" ".join(text[start:end].split()))
+            self._see(start, end)
         more = [f"[{len(places) - MOST_FOUND} more]"] if len(places) > MOST_FOUND else []
         return "\n".join([*lines, *more]) or "not found", True
+
+
+def _shuffled(text: str, url: str) -> str:
+    """The facts of a page, between its first line and the first empty one, in another order."""
+    facts, empty, rest = text.partition("\n\n")
+    first, *lines = facts.split("\n")
+    random.Random(url).shuffle(lines)
+    return "\n".join([first, *sorted(lines, key=lambda line: len(line) > LONG_LINE)]) + empty + rest
 
 
 def misuse(call: ToolCall) -> str | None:

@@ -108,12 +108,12 @@ class SearchProblem:
 
     def _by_numbers(self, messages: Sequence[Message]) -> list[Message]:
         """The oracle's messages with numbers for addresses. Raises Unreachable if a page does not show a link."""
-        browser, shown, found = self.browser(), "", list[Message]()
+        browser, found = self.browser(), list[Message]()
         for message in messages:
             for call in message.tool_calls:
                 if call.name == "open":
                     number = browser.number(call.arguments["url"])
-                    if number is None or f" [{number}]" not in shown:
+                    if number is None:
                         raise Unreachable(f"no link to {call.arguments['url']}")
                     call = ToolCall("click", {"link_id": number})
                 shown, _ = browser.call(call)
@@ -212,8 +212,9 @@ class SearchFamily(Family):
 
     `depths` and `kinds` restrict them; `tools` are those offered; `results`, `snippet` and `page` limit what they show,
     in results and characters; `numbered` gives links of pages numbers for `click`, not addresses, and the answer "[2]"
-    is the title of link 2; `hint` is added to each question, such as the form of the answer. No answer is in two
-    splits. Raises ConfigError for an unusable option, DataError for a folder without questions, MissingExtraError.
+    is the title of link 2; `shuffled` gives the facts of each page an order of their own; `hint` is added to each
+    question, such as the form of the answer. No answer is in two splits. Raises ConfigError for an unusable option,
+    DataError for a folder without questions, MissingExtraError.
     """
 
     name = domain = "search"
@@ -230,6 +231,7 @@ class SearchFamily(Family):
         snippet: int = 300,
         page: int = 10_000,
         numbered: bool = False,
+        shuffled: bool = False,
         max_turns: int = 30,
         strict: bool = False,
         thinking: bool = True,
@@ -243,7 +245,9 @@ class SearchFamily(Family):
             raise ConfigError('families: "search": depths is a list of numbers, kinds a list of names, hint a text.')
         if not all(type(size) is int for size in (results, snippet, page, max_turns)) or max_turns < 1:
             raise ConfigError('families: "search": results, snippet, page and max_turns are whole numbers above 0.')
-        self._view = View(results, snippet, page, numbered=numbered)
+        if not all(type(flag) is bool for flag in (numbered, shuffled, strict, thinking)):
+            raise ConfigError('families: "search": numbered, shuffled, strict and thinking are true or false.')
+        self._view = View(results, snippet, page, numbered=numbered, shuffled=shuffled)
         self.web, questions = loaded(Path(folder))
         questions = [q for q in questions if q.depth in (depths or [q.depth]) and q.kind in (kinds or [q.kind])]
         if not questions:

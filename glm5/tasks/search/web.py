@@ -8,6 +8,7 @@ records, so that a rebuild reads only the sources whose files changed.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import sqlite3
@@ -72,6 +73,11 @@ class Web:
     def _meta(self, key: str) -> str:
         rows = self._rows("SELECT value FROM meta WHERE key = ?", key)
         return str(rows[0][0]) if rows else ""
+
+    @functools.cached_property
+    def addresses(self) -> frozenset[str]:
+        """Of all pages."""
+        return frozenset(self.index.urls)
 
     def page(self, url: str) -> Page | None:
         """The page at an address, or None."""

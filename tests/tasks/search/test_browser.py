@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ import pytest
 from glm5.errors import ConfigError, DataError, GradingError
 from glm5.records import ToolCall
 from glm5.tasks.search.answers import read_reply, right
-from glm5.tasks.search.browser import Browser, View
+from glm5.tasks.search.browser import LONG_LINE, Browser, View
 from glm5.tasks.search.index import Index, ngrams, quotes, snippet
+from glm5.tasks.search.records import Page
 from glm5.tasks.search.web import Web
 
 pytest.importorskip("bm25s")
@@ -49,7 +51,75 @@ def test_links_have_numbers(built: Path) -> None:
     assert re.findall(r" \[(\d+)\]", text) == [str(number) for number in range(len(addresses))]
     browser.call(ToolCall("click", {"link_id": 1}))
     assert browser.opened == ["term/alpha-machine", addresses[1]] and browser.number("term/nowhere") is None
-    assert "page has" in browser.call(ToolCall("click", {"link_id": 999}))[0]
+    assert "shows no link 999" in browser.call(ToolCall("click", {"link_id": 999}))[0]
+
+
+@dataclass(frozen=True)
+class OnePage:
+    """A web of two pages, of which one has links, and marks that are none."""
+
+    text: str
+    addresses: frozenset[str] = frozenset({"city/bern", "city/rome"})
+
+    def page(self, url: str) -> Page | None:
+        if url == "home":
+            return Page("home", "Home", self.text, "", ())
+        return Page(url, url[5:].title(), "", "", ()) if url in self.addresses else None
+
+
+def one_page(text: str, page: int = 1000) -> Browser:
+    browser = Browser(OnePage(text), view=View(numbered=True, page=page))  # type: ignore[arg-type]
+    browser.open("home")
+    return browser
+
+
+def test_only_links_to_pages_that_were_shown_have_numbers() -> None:
+    marks = "#include <stdio.h>, J Doe <j@x.org>, see [1]"
+    browser = one_page(f"{marks}\nCapital: Bern <city/bern>\n{'x ' * 90}\nTwin: Rome <city/rome>", page=160)
+    shown, _ = browser.open("home")
+    assert f"{marks}\nCapital: Bern [0]\n" in shown and "Rome" not in shown
+    assert browser.meant("[0]") == "Bern" and browser.number("city/bern") == 0
+    assert browser.meant("[1]") == "" and browser.number("city/rome") is None and browser.address(1) is None
+    found, _ = browser.call(ToolCall("find", {"pattern": "twin"}))
+    assert "Twin: Rome [1]" in found and browser.meant("[1]") == "Rome" and browser.number("city/rome") == 1
+
+
+@pytest.mark.parametrize("answer", ["[0]", "[0].", "**[0]**", '"[0]"', "`[0]`", "[ 0 ]", "Bern [0]", "[0]**"])
+def test_how_a_link_is_an_answer(answer: str) -> None:
+    assert one_page("Capital: Bern <city/bern>").meant(answer) == "Bern"
+
+
+@pytest.mark.parametrize("answer", ["[٠]", "Rome [0]", "0", "[0] [0]", "Bern"])
+def test_what_is_no_link_stays_as_it_is(answer: str) -> None:
+    assert one_page("Capital: Bern <city/bern>").meant(answer) == answer
+
+
+def test_a_page_that_may_not_be_shown_has_no_title(built: Path) -> None:
+    web = Web(built)
+    page = web.page("term/alpha-machine")
+    assert page is not None
+    source = next(url for url in web.index.urls if f"<{page.url}>" in (web.page(url) or page).text and url != page.url)
+    for forbidden, title in (((), page.title), ([page.text], "")):
+        browser = Browser(web, forbidden, View(numbered=True))
+        browser.open(source)
+        assert browser.title(browser._links.index(page.url)) == title
+
+
+def test_shuffled_facts(built: Path) -> None:
+    """Each page has an order of its own, always the same; the first line and the prose stay, long facts come last."""
+    web = Web(built)
+    plain, mixed = (Browser(web, view=View(page=100_000, shuffled=shuffled)) for shuffled in (False, True))
+    changed = 0
+    for url in web.index.urls:
+        before, after = plain.open(url)[0], mixed.open(url)[0]
+        assert after == mixed.open(url)[0]
+        (facts, *prose), (others, *same) = (text.split("\n\n") for text in (before, after))
+        lines = others.split("\n")
+        assert prose == same and facts.split("\n")[:2] == lines[:2] and sorted(facts.split("\n")) == sorted(lines)
+        long = [len(line) > LONG_LINE for line in lines[2:]]
+        assert long == sorted(long)
+        changed += before != after
+    assert changed > 10
 
 
 @pytest.mark.parametrize(
