@@ -158,7 +158,7 @@ def session(task: Task, order: random.Random) -> list[Message]:
 
 def prompt(messages: Sequence[Message], at: int, mode: Mode, measure: Measure) -> list[Message] | None:
     """What a mode shows before the reply `at`, or None if that and the reply are longer than the context."""
-    policy = ContextPolicy(mode, KEEP, RESTART if mode == "hierarchical" else 0)
+    policy = ContextPolicy(mode, KEEP, RESTART)
     found = fold(messages[:at], policy, measure.count, measure.overhead)
     return found.messages if found.plan.tokens + measure.count(messages[at]) < MAX_CONTEXT else None
 
@@ -191,7 +191,7 @@ def play(policy: Path, chosen: Sequence[SearchProblem], mode: str) -> list[Playe
     """The answers of a policy to every question under a mode."""
     suite = Suite.model_validate({
         "title": mode, "temperature": 1.0, "max_tokens": MAX_TOKENS, "max_turns": REPLIES, "context": mode,
-        "keep": KEEP, "discard_above": RESTART if mode == "hierarchical" else 0, "render_tools": False,
+        "keep": KEEP, "discard_above": RESTART, "render_tools": False,
         "parts": [{"name": "long", "family": "search"}],
     })  # fmt: skip
     key = secrets.token_urlsafe(24)

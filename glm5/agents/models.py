@@ -57,7 +57,7 @@ def open_model(
         CheckpointError: the directory cannot be served.
     """
     with contextlib.ExitStack() as stack:
-        measure, url = Measure(overhead=len(json.dumps(tools)) // 4), model
+        measure, url = approximate_measure(tools), model
         if Path(model).is_dir():
             measure = exact_measure(Tokenizer.load(Path(model)), tools)
             key = secrets.token_urlsafe(24)
@@ -68,6 +68,11 @@ def open_model(
         )  # fmt: skip
         stack.callback(endpoint.close)
         yield endpoint, measure
+
+
+def approximate_measure(tools: Sequence[Mapping[str, Any]] = ()) -> Measure:
+    """The measure of an endpoint whose tokenizer is not known."""
+    return Measure(overhead=len(json.dumps(list(tools))) // 4)
 
 
 def exact_measure(tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = ()) -> Measure:

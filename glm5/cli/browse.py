@@ -39,24 +39,12 @@ def browse(
     from glm5.eval.browse import evaluate
     from glm5.files import atomic_write
     from glm5.serve.keys import find_key
-    from glm5.tasks.contract import SPLITS
     from glm5.tasks.families import make_family
     from glm5.tasks.search.browser import View
     from glm5.tasks.search.family import SearchFamily
 
     own = OPTIONS | {option: value for option, value in options.items() if option in OPTIONS}
-    for option, default in OPTIONS.items():
-        if type(own[option]) is not type(default):
-            kind = "a text" if isinstance(default, str) else "a whole number"
-            raise UsageError(f"--set {option}={own[option]!r:.40} is not {kind}.")
-    for limit in limits:
-        if limit not in LIMITS:
-            raise UsageError(f"--limit {limit}: browse takes {', '.join(LIMITS)}{nearest(limit, LIMITS)}.")
-    if own["split"] not in SPLITS or own["session_tokens"] < 0:
-        raise UsageError(f"--set split is one of {', '.join(SPLITS)}, and session_tokens not negative.")
-    for option, why in NOT_TAKEN.items():
-        if option in options:
-            raise UsageError(f"--set {option}: browse does not take it; {why}.")
+    _check(own, options, limits)
     bounds, policy = LIMITS | limits, ContextPolicy(own["context"], own["keep"], own["limit"])
     given = {option: value for option, value in options.items() if option not in OPTIONS}
     family = make_family("search", seed, **given)
@@ -87,6 +75,24 @@ def browse(
     if out is not None:
         atomic_write(out / "result.json", json.dumps(found, indent=1) + "\n")
     return found
+
+
+def _check(own: dict[str, Any], options: dict[str, Any], limits: dict[str, Any]) -> None:
+    """Raises UsageError for options of the wrong kind, or that are of no use here."""
+    from glm5.tasks.contract import SPLITS
+
+    for option, default in OPTIONS.items():
+        if type(own[option]) is not type(default):
+            kind = "a text" if isinstance(default, str) else "a whole number"
+            raise UsageError(f"--set {option}={own[option]!r:.40} is not {kind}.")
+    for limit in limits:
+        if limit not in LIMITS:
+            raise UsageError(f"--limit {limit}: browse takes {', '.join(LIMITS)}{nearest(limit, LIMITS)}.")
+    if own["split"] not in SPLITS or own["session_tokens"] < 0:
+        raise UsageError(f"--set split is one of {', '.join(SPLITS)}, and session_tokens not negative.")
+    for option, why in NOT_TAKEN.items():
+        if option in options:
+            raise UsageError(f"--set {option}: browse does not take it; {why}.")
 
 
 def _player(model: str, endpoint: Endpoint) -> dict[str, Any]:

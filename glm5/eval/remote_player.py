@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -12,7 +11,7 @@ from typing import Any
 
 from glm5.agents.context import ContextPolicy, fold
 from glm5.agents.endpoint import Endpoint, EndpointError
-from glm5.agents.models import Measure, exact_measure
+from glm5.agents.models import Measure, approximate_measure, exact_measure
 from glm5.agents.wire import OnDelta
 from glm5.chat import Tokenizer
 from glm5.config.suite import Suite, SuitePart
@@ -135,9 +134,9 @@ def _play(
     model, sent = model.prompted(thinking, suite.render_tools or not tools, template)
     history: list[Message] = list(messages)
     policy = ContextPolicy(suite.context, suite.keep, suite.discard_above)
-    measure = Measure(overhead=len(json.dumps(list(shown))) // 4)
-    if tokenizer is not None and policy.mode != "none":
-        measure = exact_measure(tokenizer, shown)
+    measure = Measure()
+    if policy.mode != "none":
+        measure = approximate_measure(shown) if tokenizer is None else exact_measure(tokenizer, shown)
     for _ in range(suite.max_turns):
         folded = fold(history, policy, measure.count, measure.overhead) if policy.mode != "none" else None
         try:
