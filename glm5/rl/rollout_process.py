@@ -11,8 +11,10 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import sys
 import tempfile
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -157,14 +159,33 @@ async def _serve(job: RolloutJob, control: TextIO) -> None:
             running = asyncio.create_task(live.run())
             try:
                 config = ServerConfig(app, gateway.limits, 1.0)
-                await Server(config, lambda _: process.tell(control, news)).serve(listeners)
+                await _Server(config, lambda _: process.tell(control, news), running).serve(listeners)
             finally:
                 register.close()
-                running.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await running
+                await _end(running)
         finally:
             await fleet.close()
+
+
+async def _end(running: asyncio.Task[None]) -> None:
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+
+
+class _Server(Server):
+    """Ends the rollouts before it stops itself: an agent whose gateway is gone would fail, and its failure be stored as
+    its result."""
+
+    def __init__(
+        self, config: ServerConfig, ready: Callable[[Iterable[socket.socket]], None], running: asyncio.Task[None]
+    ) -> None:
+        super().__init__(config, ready)
+        self._running = running
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await _end(self._running)
+        await super().shutdown(sockets)
 
 
 def _services(

@@ -142,14 +142,20 @@ class LiveRun:
 
     def wait_for_results(self, count: int, seconds: float = 60.0) -> None:
         """Return once the store has this many results."""
+        self.wait_for_rows("results", count, seconds)
+
+    def wait_for_rows(self, table: str, count: int, seconds: float = 60.0) -> None:
         deadline = time.monotonic() + seconds
-        while self.results() < count:
+        while self.rows(table) < count:
             assert time.monotonic() < deadline and self.running, self.output.read_text()
             time.sleep(0.05)
 
     def results(self) -> int:
+        return self.rows("results")
+
+    def rows(self, table: str) -> int:
         try:
-            return int(self.query("SELECT count(*) FROM results")[0][0])
+            return int(self.query(f"SELECT count(*) FROM {table}")[0][0])
         except sqlite3.Error:
             return 0
 

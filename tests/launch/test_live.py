@@ -107,26 +107,52 @@ def test_a_task_service_comes_leaves_and_comes_again(live: Make, monkeypatch: py
     assert turns == [(4 * 2 * 4,)]  # updates, prompts, group
 
 
-@needs_rooms
-def test_an_agent_that_is_a_command_needs_nothing_but_a_recipe(live: Make, tmp_path: Path) -> None:
-    """It runs in rooms, next to a family of ours; another program grades what it leaves."""
-    ask = """
-import json, os, urllib.request
+ASK = """
+import json, os, urllib.error, urllib.request
 body = json.dumps({"model": "m", "messages": [{"role": "user", "content": open("task.md").read()}]}).encode()
 headers = {"content-type": "application/json", "authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
 request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
-open("answer", "w").write(urllib.request.urlopen(request).read().decode())
 """
+
+
+def _agent(tmp_path: Path, program: str) -> str:
+    """The entry of a recipe's `families` for an agent in a room that runs this after `ASK`."""
     check = {"command": ["python3", "-c", "import json; exit('usage' not in json.load(open('work/answer')))"]}
-    tasks = [{"id": str(i), "files": {"task.md": f"{i}?", "ask.py": ask}, "grade": check} for i in range(8)]
+    tasks = [{"id": str(i), "files": {"task.md": f"{i}?", "ask.py": ASK + program}, "grade": check} for i in range(8)]
     (tmp_path / "tasks.jsonl").write_text("\n".join(map(json.dumps, tasks)))
-    agent = f'{{ command = ["python3", "ask.py"], tasks = "{tmp_path / "tasks.jsonl"}" }}'
-    run = live(steps=2, prompts=2, families=f'[{{ name = "agent", options = {agent} }}, {{ name = "arithmetic" }}]')
+    options = f'{{ command = ["python3", "ask.py"], tasks = "{tmp_path / "tasks.jsonl"}" }}'
+    return f'{{ name = "agent", options = {options} }}'
+
+
+@needs_rooms
+def test_an_agent_that_is_a_command_needs_nothing_but_a_recipe(live: Make, tmp_path: Path) -> None:
+    """It runs in rooms, next to a family of ours; another program grades what it leaves."""
+    agent = _agent(tmp_path, 'open("answer", "w").write(urllib.request.urlopen(request).read().decode())')
+    run = live(steps=2, prompts=2, families=f'[{agent}, {{ name = "arithmetic" }}]')
     run.start()
     run.finish(120)
     run.check()
     assert run.query("SELECT DISTINCT outcome FROM results WHERE problem LIKE 'agent/%'") == [("solved",)]
     assert not run.stage.joinpath("gateway.sock").exists()
+
+
+@needs_rooms
+def test_the_end_of_a_run_is_no_failure_of_its_agents(live: Make, tmp_path: Path) -> None:
+    """These ask as long as there is a gateway."""
+    program = """
+while True:
+    try:
+        urllib.request.urlopen(request)
+    except urllib.error.HTTPError:
+        pass
+"""
+    run = live(steps=500, families=f"[{_agent(tmp_path, program)}]")
+    process = run.start()
+    run.wait_for_rows("turns", 8)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(60) == 1 and "Traceback" not in run.output.read_text()
+    assert run.query("SELECT outcome, detail FROM results") == []
+    run.check_nothing_left()
 
 
 @pytest.mark.parametrize("which", sorted(KINDS_OF_SERVERS))
