@@ -2,11 +2,11 @@
 
     python benchmarks/search_context.py --base DIR [--seeds 1 2 3] [--quick]
 
-The web and the base are those of `search_learning.py`, whose folder `--out` is. A question gives a place and the height
-of an airport there: "Which city has the airport of Hokkaido at 721 feet?" The policy was taught one way: search the
-place, open the page that lists its airports, open one of them, find the height there, and either answer with the number
-of a link, or search the place again and open another. Candidates are 4 to 13, in a drawn order; no other candidate has
-the same height or the same answer.
+The web and the base are those of `search_learning.py --in-order`, whose folder `--out` is. A question gives a place and
+the height of an airport there: "Which city has the airport of Hokkaido at 721 feet?" The policy was taught one way:
+search the place, open the page that lists its airports, open one of them, find the height there, and either answer with
+the number of a link, or search the place again and open another. Candidates are 4 to 13, in a drawn order; no other
+candidate has the same height or the same answer.
 
 Each seed is SFT from the base on such sessions, as the policy would see them under any of the modes, so that omitted
 results and restarts are nothing new to it. Then it plays the held-out questions, whose airports it was never asked for,
@@ -237,7 +237,7 @@ def main() -> None:
     if options.quick:
         options.seeds, options.sessions, options.sft_steps, options.held_out = options.seeds[:1], 200, 4, 8
     torch.set_num_threads(options.threads)
-    family = SearchFamily(**options_of(options.out / "web"))
+    family = SearchFamily(**options_of(options.out / "web", shuffled=False))
     measure = exact_measure(Tokenizer.load(options.base))
     shown, asked = list(tasks(family, "train", any_answer=True)), list(tasks(family, options.split))
     random.Random("held out").shuffle(asked)

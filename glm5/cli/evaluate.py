@@ -12,11 +12,12 @@ from glm5.cli.options import Device, Dtype, Json, app, assignments, show
 from glm5.errors import UsageError
 
 LIMITS = ("max_tokens", "max_turns", "max_context")
-OF_BROWSE = frozenset({
-    "model", "suite", "problems", "options", "render_tools", "limits", "temperature", "seed", "out", "name",
-    "concurrency", "api_key_file", "template", "as_json",
-})  # fmt: skip
-"""The options that the suite browse takes."""
+SHARED = frozenset({"model", "suite", "problems", "options", "out", "name", "concurrency", "api_key_file", "as_json"})
+OWN_SUITES = {
+    "browse": SHARED | {"render_tools", "limits", "temperature", "seed", "template"},
+    "lm-eval": SHARED | {"tokenizer"},
+}
+"""The options that these suites take; the others take all."""
 
 
 @app.command("eval")
@@ -80,6 +81,7 @@ def evaluate(
 ) -> None:
     """Score a model on held-out problems, with 95 % intervals. The suite browse lets an agent with search tools and a
     context policy answer the questions of a build (docs/search.md); lm-eval runs the tasks of that package."""
+    _check_options(context, suite)
     if suite == "lm-eval":
         from glm5.cli.lm_eval import lm_eval
 
@@ -89,7 +91,6 @@ def evaluate(
     if suite == "browse":
         from glm5.cli.browse import browse
 
-        _check_options_of_browse(context)
         found = browse(
             model, problems or 100, assignments(options), assignments(limits), out, name=name, at_once=concurrency,
             seed=seed, temperature=temperature, key_file=api_key_file, render_tools=render_tools is not False,
@@ -173,17 +174,20 @@ def table(
     typer.echo(made(name, records))
 
 
-def _check_options_of_browse(context: typer.Context) -> None:
-    """Raises UsageError for options that were given and that the suite browse would ignore."""
+def _check_options(context: typer.Context, suite: str) -> None:
+    """Raises UsageError for options that were given and that the suite would ignore."""
+    if suite not in OWN_SUITES:
+        return
     wrong = []
     for option in context.command.params:
         source, value = context.get_parameter_source(option.name or ""), context.params.get(option.name or "")
         given = source is not None and source.name == "COMMANDLINE"
-        chat = option.name == "plain" and value is False  # what browse does anyway
-        if given and option.name not in OF_BROWSE and not chat:
+        chat = suite == "browse" and option.name == "plain" and value is False  # what it does anyway
+        if given and option.name not in OWN_SUITES[suite] and not chat:
             wrong.append((option.secondary_opts if value is False else option.opts)[0])
     if wrong:
-        raise UsageError(f"--suite browse does not take {', '.join(wrong)}; docs/search.md has its options.")
+        page = {"browse": "search", "lm-eval": "evaluation"}[suite]
+        raise UsageError(f"--suite {suite} does not take {', '.join(wrong)}; docs/{page}.md has its options.")
 
 
 def _lines(suite: str, found: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:

@@ -31,7 +31,7 @@ def web(tmp_path_factory: pytest.TempPathFactory) -> Web:
 class Scripted:
     """Plays replies in order, and keeps the prompts."""
 
-    script: list[Reply | EndpointError]
+    script: Sequence[Reply | EndpointError]
     prompts: list[list[Message]] = field(default_factory=list)
     tools: list[list[str]] = field(default_factory=list)
 

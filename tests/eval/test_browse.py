@@ -210,6 +210,22 @@ def test_options_that_would_change_nothing_are_refused(built: Path, more: tuple[
     assert isinstance(done.exception, UsageError) and said in str(done.exception)
 
 
+def test_lm_eval_refuses_options_too(tmp_path: Path) -> None:
+    command = [
+        "eval",
+        "http://127.0.0.1:9",
+        "--suite",
+        "lm-eval",
+        "--out",
+        str(tmp_path),
+        "--temperature",
+        "1",
+        "--chat",
+    ]
+    done = CliRunner().invoke(app, command)
+    assert "--suite lm-eval does not take --temperature, --chat;" in str(done.exception)
+
+
 def test_the_command(built: Path, names: dict[str, str], tmp_path: Path) -> None:  # noqa: F811
     def script(body: dict[str, Any], replies: int) -> Say:
         if replies == 0:
