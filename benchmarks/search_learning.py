@@ -17,8 +17,9 @@ Per seed:
 2. RL (`agentic`, in one process) on the questions. Reward: whether the answer is right.
 3. Baselines: SFT goes on from the same start in the time of step 2; and guessers without a model, which look for the
    name, open the first result, and answer what they saw most often of the type that is asked for: on that page ("first
-   page"), or also on as many of the pages that it links to as the messages allow ("first links"). "fixed way" always
-   goes the same way for the same type, by numbers of links, the best such way on the questions of RL: it reads nothing.
+   page"), or also on as many of the pages that it links to as the messages allow ("first links"). "fixed numbers"
+   always goes the same way for the same type, by numbers of links, the best such way on the questions of RL: it reads
+   nothing. "fixed labels" does so by labels of lines: it reads pages, but of a question only the name and the type.
    "oracle" is the share that the oracle solves with the same view and messages: the most there is.
 4. Every policy plays the same held-out questions once, at temperature 1.
 
@@ -34,7 +35,7 @@ import json
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -62,7 +63,7 @@ TYPES = ("subdivision", "city", "currency", "element")
 RESULTS, SNIPPET, PAGE, TURNS, PER_ANSWER = 3, 20, 360, 6, 6
 MOST_ANSWERS, MOST_PER_ANSWER, MOST_TRIES, MOST_LINKS = 5, 20, 60, 3
 MAX_TOKENS, MAX_CONTEXT = 64, 1024
-MOST_FIXED, FITTED = 6, 400
+FITTED = 400
 MIXED = {"careful": 0.4, "too early": 0.3, "first link": 0.15, "wrong words": 0.15}
 ADDRESS = re.compile(r"(?:^|, |: )([^<>\n:]+?) <([^<>\s]+)>", re.MULTILINE)
 LINK = re.compile(r" \[(\d+)\]")
@@ -183,26 +184,44 @@ def guess(problem: SearchProblem, opened: int) -> bool:
     return bool(fitting) and right(fitting.most_common(1)[0][0], question.names)
 
 
-def fixed_ways(problem: SearchProblem) -> set[tuple[int, int]]:
-    """The pairs (L, K) for which this solves a problem: search the name, open result 0, link L, and answer "[K]"."""
-    found = set[tuple[int, int]]()
-    for link in range(MOST_FIXED):
+def by_number(page: str) -> dict[Any, int]:
+    """The links that a page shows, known by their numbers."""
+    return {number: number for number in map(int, LINK.findall(page))}
+
+
+def by_label(page: str) -> dict[Any, int]:
+    """The links that a page shows, known by the label of their line and their place there."""
+    lines = (line.partition(": ") for line in page.splitlines()[1:])
+    return {(label, place): int(n) for label, _, rest in lines for place, n in enumerate(LINK.findall(rest))}
+
+
+def fixed_ways(problem: SearchProblem, known: Callable[[str], dict[Any, int]]) -> set[tuple[Any, Any]]:
+    """The pairs (A, B) for which this solves a problem: search the name, open result 0 and its link A, answer with link
+    B there."""
+
+    def opened() -> tuple[Session, str]:
         session = session_of(problem)
         session.search(name_in(problem))
-        session.click(0)
-        session.click(link)
-        titles = map(session.browser.title, range(MOST_FIXED))
-        found |= {(link, number) for number, title in enumerate(titles) if right(title, problem.question.names)}
+        return session, session.click(0)
+
+    found = set[tuple[Any, Any]]()
+    for first, number in known(opened()[1]).items():
+        session, _ = opened()
+        links = known(session.click(number)).items()
+        found |= {(first, last) for last, n in links if right(session.browser.title(n), problem.question.names)}
     return found
 
 
-def best_fixed_ways(family: SearchFamily, count: int) -> dict[str, tuple[int, int]]:
-    """By type of answer, the fixed way that solves most of the questions of RL."""
-    solved: dict[str, Counter[tuple[int, int]]] = {}
-    for index in range(count):
+def follow_fixed_ways(
+    family: SearchFamily, asked: Sequence[SearchProblem], known: Callable[[str], dict[Any, int]]
+) -> list[bool]:
+    """Whether the fixed way that solves most of RL's questions with the same type of answer solves these."""
+    solved: dict[str, Counter[tuple[Any, Any]]] = {}
+    for index in range(FITTED):
         problem = family.problem("rl", index)
-        solved.setdefault(problem.question.query.root.type, Counter()).update(fixed_ways(problem))
-    return {kind: ways.most_common(1)[0][0] for kind, ways in solved.items() if ways}
+        solved.setdefault(problem.question.query.root.type, Counter()).update(fixed_ways(problem, known))
+    best = {kind: ways.most_common(1)[0][0] for kind, ways in solved.items() if ways}
+    return [best.get(one.question.query.root.type) in fixed_ways(one, known) for one in asked]
 
 
 def renamed(node: Node, entity: str) -> Node:
@@ -304,8 +323,8 @@ def experiment(
     played = {name: evaluate(policy, family, config) for name, policy in trained.items()}
     solved = {name: wins for name, (wins, _) in played.items()}
     seconds["episode"] = played["rl"][1]
-    ways = best_fixed_ways(SearchFamily(**chosen), FITTED)
-    solved["fixed way"] = [ways.get(one.question.query.root.type) in fixed_ways(one) for one in held_out]
+    for name, known in (("numbers", by_number), ("labels", by_label)):
+        solved[f"fixed {name}"] = follow_fixed_ways(SearchFamily(**chosen), held_out, known)
     solved |= {f"first {name}": [guess(one, n) for one in held_out] for name, n in (("page", 0), ("links", TURNS - 3))}
     solved["oracle"] = [calls_of(one) is not None for one in held_out]
     return rates(seed, solved, seconds)
