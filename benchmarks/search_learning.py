@@ -4,9 +4,9 @@
 
 The slice: a web of about 40,000 pages of places and elements (`glm5 task build search`), with questions of two links
 from a named thing over a hidden one to the answer. A search shows three results with 20 characters of text each, a page
-360 characters with numbers for links and its facts in an order of its own, and an episode has six messages. No search
-with the question, its name or its clauses shows the answer. Answers of demonstrations, of RL and of the evaluation are
-three sets without a common name.
+360 characters with numbers for links and its facts in another order for every question. An episode has six messages. No
+search with the question, its name or its clauses shows the answer. Answers of demonstrations, of RL and of the
+evaluation are three sets without a common name.
 
 Per seed:
 
@@ -61,7 +61,7 @@ from glm5.tasks.search.questions import Rules, read_questions
 SOURCES = ("geonames", "airports", "iso-codes", "elements")
 TYPES = ("subdivision", "city", "currency", "element")
 RESULTS, SNIPPET, PAGE, TURNS, PER_ANSWER = 3, 20, 360, 6, 6
-MOST_ANSWERS, MOST_PER_ANSWER, MOST_TRIES, MOST_LINKS = 5, 20, 60, 3
+MOST_ANSWERS, MOST_PER_ANSWER, MOST_TRIES = 5, 20, 60
 MAX_TOKENS, MAX_CONTEXT = 64, 1024
 FITTED = 400
 MIXED = {"careful": 0.4, "too early": 0.3, "first link": 0.15, "wrong words": 0.15}
@@ -279,14 +279,14 @@ def problems(family: SearchFamily, web: Path, seed: str) -> Iterator[SearchProbl
 
 
 def walks(family: SearchFamily, count: int) -> Iterator[Conversation]:
-    """Sessions that are told where to go: a search for a page, its click, and links of two lines that the prompt names.
-    Every name on them is rare, so they teach to copy."""
+    """Sessions that are told where to go: a search for a page, its click, and the first links of two lines that the
+    prompt names. Every name on them is rare and every order is new, so they teach to copy and to read."""
     web, choice, view = family.web, random.Random("walks"), family.problem("train", 0).view
     while count:
         page = web.page(choice.choice(web.index.urls))
         if page is None or split_of_name(page.title) != "train":
             continue
-        session, way = Session("", Browser(web, (), view)), list[str]()
+        session, way = Session("", Browser(web, view=view, order=f"walk {count}")), list[str]()
         session.search(page.title)
         number = session.browser.number(page.url)
         while number is not None and len(way) < 2:
@@ -294,8 +294,8 @@ def walks(family: SearchFamily, count: int) -> Iterator[Conversation]:
             found = [(label, LINK.findall(rest)) for label, _, rest in lines if LINK.search(rest)]
             number = None
             if found:
-                label, numbers = choice.choice(found)
-                number = int(choice.choice(numbers[:MOST_LINKS]))
+                label, (first, *_) = choice.choice(found)
+                number = int(first)
                 way.append(label)
         if number is not None and split_of_name(session.browser.title(number)) == "train":
             count -= 1

@@ -67,8 +67,8 @@ class View:
     numbered: bool = False
     """Links of a page have numbers instead of addresses, as results have; `click` takes them, and so does an answer."""
     shuffled: bool = False
-    """The facts of a page come in an order drawn from its address, long ones last, so that no place says what is
-    there."""
+    """The facts of a page come in an order drawn anew for each `Browser.order`, long ones last, so that no place says
+    what is there."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError for sizes out of bounds."""
@@ -86,12 +86,14 @@ class View:
 class Browser:
     """One session. `forbidden` are texts that no page may quote; `programs` runs `python`, made when it is needed.
 
+    `order` is the seed of the order of facts in a view that shuffles them.
     `returned` has the addresses that searches ever returned, `opened` those of opened pages, in order."""
 
     web: Web
     forbidden: Sequence[str] = ()
     view: View = View()
     programs: Callable[[], Programs] | None = None
+    order: str = ""
     returned: list[str] = field(default_factory=list)
     opened: list[str] = field(default_factory=list)
     searches: int = 0
@@ -149,7 +151,7 @@ class Browser:
         self.opened.append(page.url)
         head, text = f"{page.title} <{page.url}>\n", page.text
         if self.view.shuffled:
-            text = _shuffled(text, page.url)
+            text = _shuffled(text, f"{self.order} {page.url}")
         if self.view.numbered:
             text = self._numbered(text, self.view.page - len(head))
         self._text, text = text, f"{head}{text}"
@@ -223,11 +225,11 @@ class Browser:
         return "\n".join([*lines, *more]) or "not found", True
 
 
-def _shuffled(text: str, url: str) -> str:
+def _shuffled(text: str, seed: str) -> str:
     """The facts of a page, between its first line and the first empty one, in another order."""
     facts, empty, rest = text.partition("\n\n")
     first, *lines = facts.split("\n")
-    random.Random(url).shuffle(lines)
+    random.Random(seed).shuffle(lines)
     return "\n".join([first, *sorted(lines, key=lambda line: len(line) > LONG_LINE)]) + empty + rest
 
 

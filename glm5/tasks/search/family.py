@@ -86,7 +86,7 @@ class SearchProblem:
 
     def browser(self) -> Browser:
         """The tools of a new session; pages that quote the question do not exist in it."""
-        return Browser(self.web, (self.question.asked,), self.view, default_programs)
+        return Browser(self.web, (self.question.asked,), self.view, default_programs, self.question.id)
 
     def env(self) -> Env:
         return SearchEnv(self)
@@ -212,9 +212,9 @@ class SearchFamily(Family):
 
     `depths` and `kinds` restrict them; `tools` are those offered; `results`, `snippet` and `page` limit what they show,
     in results and characters; `numbered` gives links of pages numbers for `click`, not addresses, and the answer "[2]"
-    is the title of link 2; `shuffled` gives the facts of each page an order of their own; `hint` is added to each
-    question, such as the form of the answer. No answer is in two splits. Raises ConfigError for an unusable option,
-    DataError for a folder without questions, MissingExtraError.
+    is the title of link 2; `shuffled` gives the facts of each page another order for each question; `hint` is added to
+    each question, such as the form of the answer. No answer is in two splits. Raises ConfigError for an unusable
+    option, DataError for a folder without questions, MissingExtraError.
     """
 
     name = domain = "search"
