@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -159,15 +159,16 @@ async def _serve(job: RolloutJob, control: TextIO) -> None:
             running = asyncio.create_task(live.run())
             try:
                 config = ServerConfig(app, gateway.limits, 1.0)
-                await _Server(config, lambda _: process.tell(control, news), running).serve(listeners)
+                ends = partial(_end, register, running)
+                await _Server(config, lambda _: process.tell(control, news), ends).serve(listeners)
             finally:
-                register.close()
-                await _end(running)
+                await _end(register, running)
         finally:
             await fleet.close()
 
 
-async def _end(running: asyncio.Task[None]) -> None:
+async def _end(register: ServiceRegister, running: asyncio.Task[None]) -> None:
+    register.close()  # first: else rollouts wait for services that do not answer
     running.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await running
@@ -178,14 +179,16 @@ class _Server(Server):
     its result."""
 
     def __init__(
-        self, config: ServerConfig, ready: Callable[[Iterable[socket.socket]], None], running: asyncio.Task[None]
+        self, config: ServerConfig, ready: Callable[[Iterable[socket.socket]], None], end: Callable[[], Awaitable[None]]
     ) -> None:
         super().__init__(config, ready)
-        self._running = running
+        self._end = end
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await _end(self._running)
-        await super().shutdown(sockets)
+        try:
+            await self._end()
+        finally:
+            await super().shutdown(sockets)
 
 
 def _services(

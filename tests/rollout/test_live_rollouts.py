@@ -27,6 +27,7 @@ from glm5.chat.tokenizer import Tokenizer
 from glm5.errors import EnvironmentTimeout, GradingError
 from glm5.obs.live_view import LiveView
 from glm5.records import Outcome, SamplingParams, StepResult, Trajectory
+from glm5.rl.rollout_process import _end
 from glm5.rollout import remote, services
 from glm5.rollout.admission import Admission
 from glm5.rollout.agent_service import AgentService
@@ -607,6 +608,29 @@ def test_a_service_that_sends_nonsense_harms_only_its_own_rollouts(served: dict[
         register.close()
         with pytest.raises(LostRollout, match="bad is gone"):
             await bad
+
+    run(test())
+
+
+def test_the_end_does_not_wait_for_a_service_that_hangs() -> None:
+    """It has taken a rollout, and answers nothing more, not even that the rollout is to end."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if (await reader.readuntil(b"\r\n\r\n")).startswith(b"POST /run "):
+            writer.write(b"HTTP/1.1 202 Accepted\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}")
+        else:
+            await reader.read()  # until the client leaves
+        writer.close()
+
+    async def test() -> None:
+        register, server = ServiceRegister(lambda: None), await asyncio.start_server(answer, "127.0.0.1", 0)
+        register.register("a", f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "", ["sums"], 2)
+        running = asyncio.create_task(register.run("sums", {"run_id": "r"}))
+        await asyncio.sleep(0.2)
+        async with asyncio.timeout(5):
+            await _end(register, running)  # type: ignore[arg-type]
+        server.close()
+        await asyncio.sleep(0.2)  # until its connections are closed, too
 
     run(test())
 
