@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from glm5.eval.harness import play_skill
 from glm5.launch.pipeline import run_pipeline
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.records import Outcome
-from glm5.stats import paired_shares
+from glm5.stats import Interval, paired_rewards, paired_shares
 
 RECIPE = """\
 name = "NAME"
@@ -129,12 +130,23 @@ def evaluate(policy: Path, family: FamilyConfig, config: EvalConfig) -> tuple[li
     return [one.outcome is Outcome.SOLVED for one in played], (time.monotonic() - start) / len(played)
 
 
-def rates(seed: int, solved: Mapping[str, Sequence[bool]], seconds: Mapping[str, float]) -> dict[str, Any]:
-    """Solved shares, and of the policies that went on their gain over the start with its 95 % interval (paired)."""
+def gain_of(before: Sequence[bool], now: Sequence[bool], groups: Sequence[str]) -> Interval:
+    """The gain in solved share with its 95 % interval; problems of a group, such as one answer, may go together."""
+    changes = Counter[str]()
+    for group, lost, won in zip(groups, before, now, strict=True):
+        changes[group] += won - lost
+    return paired_rewards([change * len(changes) / len(groups) for change in changes.values()])
+
+
+def rates(
+    seed: int, solved: Mapping[str, Sequence[bool]], seconds: Mapping[str, float], groups: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Solved shares, and of the policies that went on their gain over the start with its 95 % interval (paired), which
+    knows that problems of one of `groups` may go together."""
     found: dict[str, Any] = {"seed": seed, "seconds": {name: round(value, 2) for name, value in seconds.items()}}
     for name, wins in solved.items():
         found[name] = {"rate": sum(wins) / len(wins)}
         if name in ("rl", "sft goes on"):
-            gain = paired_shares(solved["start"], wins)
+            gain = gain_of(solved["start"], wins, groups) if groups else paired_shares(solved["start"], wins)
             found[name] |= {"gain": gain.value, "low": gain.low, "high": gain.high}
     return found

@@ -9,10 +9,11 @@ the number of a link, or search the place again and open another. Candidates are
 candidate has the same height or the same answer.
 
 Each seed is SFT from the base on such sessions, as the policy would see them under any of the modes, so that omitted
-results and restarts are nothing new to it. Then it plays the held-out questions, whose airports it was never asked for,
-at temperature 1, through `glm5 serve` and the player of evaluations: everything in the prompt (none); only the latest
-three results (keep-recent); the same, and from the question again above 768 tokens (hierarchical). The model has 1,024
-positions. A session that fills them, or has 90 replies, has failed.
+results and restarts are nothing new to it. Rows are equally many by mode; as long sessions do not fit into "none", more
+of the rows of hierarchical train an answer. Then it plays the held-out questions, whose airports it was never asked
+for, at temperature 1, through `glm5 serve` and the player of evaluations: everything in the prompt (none); only the
+latest three results (keep-recent); the same, and from the question again above 768 tokens (hierarchical). The model has
+1,024 positions. A session that fills them, or has 90 replies, has failed.
 
 The last line is JSON: the shares of right answers and the differences between modes over all seeds, with 95 % intervals
 that count a question once; before it, the share that one try solves, and per mode the share of sessions that fit into
@@ -232,7 +233,7 @@ def main() -> None:
     parser.add_argument("--split", default="heldout", help="whose questions are played: to tune, take those of rl")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="one seed, small")
-    parser.add_argument("--out", type=Path, default=Path("runs/search-learning"))
+    parser.add_argument("--out", type=Path, default=Path("runs/search-learning-in-order"))
     options = parser.parse_args()
     if options.quick:
         options.seeds, options.sessions, options.sft_steps, options.held_out = options.seeds[:1], 200, 4, 8

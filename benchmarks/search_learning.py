@@ -17,14 +17,15 @@ Per seed:
 2. RL (`agentic`, in one process) on the questions. Reward: whether the answer is right.
 3. Baselines: SFT goes on from the same start in the time of step 2; and guessers without a model, which look for the
    name, open the first result, and answer what they saw most often of the type that is asked for: on that page ("first
-   page"), or also on as many of the pages that it links to as the messages allow ("first links"). "fixed numbers"
-   always goes the same way for the same type, by numbers of links, the best such way on the questions of RL: it reads
-   nothing. "fixed labels" does so by labels of lines: it reads pages, but of a question only the name and the type.
-   "oracle" is the share that the oracle solves with the same view and messages: the most there is.
+   page"), or also on the first page that it links to ("first link"). "fixed numbers" goes the same way for the same
+   type, by numbers of links, the best such way on the questions of RL: it reads nothing. "fixed labels" goes the best
+   way that the pages have, by labels of lines: it reads pages, but of a question only the name and the type. "oracle"
+   is the share that the oracle solves with the same view and messages.
 4. Every policy plays the same held-out questions once, at temperature 1.
 
-The last line is JSON: solved shares, and gains over the start with their 95 % interval (paired questions; an answer has
-up to six). Deciding: a gain of at least 15 points with a lower bound above 5, from a start between 15 and 60 %.
+The last line is JSON: solved shares, and gains over the start with their 95 % interval (paired questions; those with
+the same answer may go together). Deciding: a gain of at least 15 points with a lower bound above 5, from a start
+between 15 and 60 %.
 """
 
 from __future__ import annotations
@@ -61,11 +62,10 @@ from glm5.tasks.search.questions import Rules, read_questions
 SOURCES = ("geonames", "airports", "iso-codes", "elements")
 TYPES = ("subdivision", "city", "currency", "element")
 RESULTS, SNIPPET, PAGE, TURNS, PER_ANSWER = 3, 20, 360, 6, 6
-MOST_ANSWERS, MOST_PER_ANSWER, MOST_TRIES = 5, 20, 60
+MOST_ANSWERS, MOST_PER_ANSWER, MOST_TRIES, MOST_PER_WALK = 5, 20, 60, 40
 MAX_TOKENS, MAX_CONTEXT = 64, 1024
 FITTED = 400
 MIXED = {"careful": 0.4, "too early": 0.3, "first link": 0.15, "wrong words": 0.15}
-ADDRESS = re.compile(r"(?:^|, |: )([^<>\n:]+?) <([^<>\s]+)>", re.MULTILINE)
 LINK = re.compile(r" \[(\d+)\]")
 RL = """
 [[stages]]
@@ -171,17 +171,20 @@ WAYS = {"careful": careful, "too early": too_early, "first link": first_link, "w
 
 
 def guess(problem: SearchProblem, opened: int) -> bool:
-    """A baseline without a model: whether the answer is what the named thing's page and the first `opened` pages it
+    """A baseline without a model: whether the answer is what the named thing's page and, if `opened`, the first page it
     links to name most often, of the type asked for; the first of equal ones."""
     session, question = session_of(problem), problem.question
-    session.browser.view = replace(problem.view, numbered=False)  # addresses tell types
     session.search(name_in(problem))
-    seen = ADDRESS.findall(session.click(0))
-    for _, url in seen[:opened]:
-        seen = seen + ADDRESS.findall(session.call("open", url=url))
+    seen = list[str]()
+    page = session.click(0)
+    for _ in range(opened + 1):
+        urls = [session.browser.address(number) or "" for number in map(int, LINK.findall(page))]
+        seen += urls
+        page = session.click(0)
     kind = f"{question.query.root.type}/"
-    fitting = Counter(name for name, url in seen if url.startswith(kind) and url not in question.constants)
-    return bool(fitting) and right(fitting.most_common(1)[0][0], question.names)
+    fitting = Counter(url for url in seen if url.startswith(kind) and url not in question.constants)
+    page_of = problem.web.page(fitting.most_common(1)[0][0]) if fitting else None
+    return page_of is not None and right(page_of.title, question.names)
 
 
 def by_number(page: str) -> dict[Any, int]:
@@ -195,33 +198,40 @@ def by_label(page: str) -> dict[Any, int]:
     return {(label, place): int(n) for label, _, rest in lines for place, n in enumerate(LINK.findall(rest))}
 
 
-def fixed_ways(problem: SearchProblem, known: Callable[[str], dict[Any, int]]) -> set[tuple[Any, Any]]:
-    """The pairs (A, B) for which this solves a problem: search the name, open result 0 and its link A, answer with link
-    B there."""
+def fixed_ways(problem: SearchProblem, known: Callable[[str], dict[Any, int]]) -> dict[tuple[Any, Any], bool]:
+    """The ways (A, B) that a problem has: search the name, open result 0 and its link A, answer with link B there; and
+    whether each solves it."""
 
     def opened() -> tuple[Session, str]:
         session = session_of(problem)
         session.search(name_in(problem))
         return session, session.click(0)
 
-    found = set[tuple[Any, Any]]()
+    found = dict[tuple[Any, Any], bool]()
     for first, number in known(opened()[1]).items():
         session, _ = opened()
-        links = known(session.click(number)).items()
-        found |= {(first, last) for last, n in links if right(session.browser.title(n), problem.question.names)}
+        for last, n in known(session.click(number)).items():
+            found[first, last] = right(session.browser.title(n), problem.question.names)
     return found
 
 
 def follow_fixed_ways(
     family: SearchFamily, asked: Sequence[SearchProblem], known: Callable[[str], dict[Any, int]]
 ) -> list[bool]:
-    """Whether the fixed way that solves most of RL's questions with the same type of answer solves these."""
+    """Whether these are solved by the way that solves most of RL's questions with the same type of answer; of those
+    that a problem has."""
     solved: dict[str, Counter[tuple[Any, Any]]] = {}
     for index in range(FITTED):
         problem = family.problem("rl", index)
-        solved.setdefault(problem.question.query.root.type, Counter()).update(fixed_ways(problem, known))
-    best = {kind: ways.most_common(1)[0][0] for kind, ways in solved.items() if ways}
-    return [best.get(one.question.query.root.type) in fixed_ways(one, known) for one in asked]
+        ways = (way for way, solves in fixed_ways(problem, known).items() if solves)
+        solved.setdefault(problem.question.query.root.type, Counter()).update(ways)
+
+    def follow(problem: SearchProblem) -> bool:
+        ways = fixed_ways(problem, known)
+        best = (way for way, _ in solved.get(problem.question.query.root.type, Counter()).most_common() if way in ways)
+        return ways.get(next(best, (None, None)), False)
+
+    return [follow(problem) for problem in asked]
 
 
 def renamed(node: Node, entity: str) -> Node:
@@ -280,8 +290,9 @@ def problems(family: SearchFamily, web: Path, seed: str) -> Iterator[SearchProbl
 
 def walks(family: SearchFamily, count: int) -> Iterator[Conversation]:
     """Sessions that are told where to go: a search for a page, its click, and the first links of two lines that the
-    prompt names. Every name on them is rare and every order is new, so they teach to copy and to read."""
+    prompt names. No name is the end of many, and every order is new, so they teach to copy and to read."""
     web, choice, view = family.web, random.Random("walks"), family.problem("train", 0).view
+    often = Counter[str]()
     while count:
         page = web.page(choice.choice(web.index.urls))
         if page is None or split_of_name(page.title) != "train":
@@ -297,7 +308,10 @@ def walks(family: SearchFamily, count: int) -> Iterator[Conversation]:
                 label, (first, *_) = choice.choice(found)
                 number = int(first)
                 way.append(label)
-        if number is not None and split_of_name(session.browser.title(number)) == "train":
+        if number is None or split_of_name(end := session.browser.title(number)) != "train":
+            continue
+        if often[end] < MOST_PER_WALK:
+            often[end] += 1
             count -= 1
             yield Conversation([Message("user", f"From {page.title}: {way[0]}, {way[1]}"), *session.answer(number)[1:]])
 
@@ -325,9 +339,9 @@ def experiment(
     seconds["episode"] = played["rl"][1]
     for name, known in (("numbers", by_number), ("labels", by_label)):
         solved[f"fixed {name}"] = follow_fixed_ways(SearchFamily(**chosen), held_out, known)
-    solved |= {f"first {name}": [guess(one, n) for one in held_out] for name, n in (("page", 0), ("links", TURNS - 3))}
+    solved |= {f"first {name}": [guess(one, n) for one in held_out] for n, name in enumerate(("page", "link"))}
     solved["oracle"] = [calls_of(one) is not None for one in held_out]
-    return rates(seed, solved, seconds)
+    return rates(seed, solved, seconds, [one.question.names[0] for one in held_out])
 
 
 def main() -> None:
@@ -340,11 +354,15 @@ def main() -> None:
         "--demonstrations", type=int, nargs=3, default=[24_000, 8_000, 3_000], help="walks, careful, mixed"
     )
     parser.add_argument(
-        "--in-order", action="store_true", help="pages with their facts in one order: the best fixed way solves 74 %%"
+        "--in-order",
+        action="store_true",
+        help="pages with their facts in one order, in a folder of its own: the best fixed numbers solve 74 %%",
     )
     parser.add_argument("--quick", action="store_true", help="everything once and small, in a folder of its own")
     parser.add_argument("--out", type=Path, default=Path("runs/search-learning"))
     options = parser.parse_args()
+    if options.in_order:
+        options.out = options.out.with_name(f"{options.out.name}-in-order")
     sources: tuple[str, ...] = SOURCES
     if options.quick:
         options.seeds, options.updates, options.text_steps, options.base_steps, options.sft_steps = [0], 1, 4, 4, 2
@@ -365,12 +383,14 @@ def main() -> None:
         raise SystemExit(f"{web} has only {len(held_out)} held-out questions; raise --questions, or lower --held-out.")
     if not (options.out / "mixed.jsonl").exists():
         shown = list(islice(demonstrations(problems(family, web, "careful"), mixed=False), many))
+        careful_ones = len(shown)
         shown += walks(family, walked)
         random.Random("order").shuffle(shown)
         write_texts(shown, options.out / "texts.txt")
         write_conversations(options.out / "careful.jsonl", shown)
         shown = list(islice(demonstrations(problems(family, web, "mixed"), mixed=True), few))
         write_conversations(options.out / "mixed.jsonl", shown)
+        print(f"{careful_ones} careful and {len(shown)} mixed demonstrations, {walked} walks")
     found = []
     for seed in options.seeds:
         found.append(experiment(seed, options, chosen, held_out))
