@@ -4,9 +4,9 @@
 
 The slice: a web of about 40,000 pages of places and elements (`glm5 task build search`), with questions of two links
 from a named thing over a hidden one to the answer. A search shows three results with 20 characters of text each, a page
-360 characters with numbers for links and its facts in another order for every question. An episode has six messages. No
-search with the question, its name or its clauses shows the answer. Answers of demonstrations, of RL and of the
-evaluation are three sets without a common name.
+360 characters with numbers for links and its facts in another order for every question; `find` shows one of its lines.
+An episode has eight messages. No search with the question, its name or its clauses shows the answer. Answers of
+demonstrations, of RL and of the evaluation are three sets without a common name.
 
 Per seed:
 
@@ -61,7 +61,7 @@ from glm5.tasks.search.questions import Rules, read_questions
 
 SOURCES = ("geonames", "airports", "iso-codes", "elements")
 TYPES = ("subdivision", "city", "currency", "element")
-RESULTS, SNIPPET, PAGE, TURNS, PER_ANSWER = 3, 20, 360, 6, 6
+RESULTS, SNIPPET, PAGE, TURNS, PER_ANSWER = 3, 20, 360, 8, 6
 MOST_ANSWERS, MOST_PER_ANSWER, MOST_TRIES, MOST_PER_WALK = 5, 20, 60, 40
 MAX_TOKENS, MAX_CONTEXT = 64, 1024
 FITTED = 400
@@ -75,7 +75,7 @@ prompts = 16
 group = 8
 concurrency = 128
 max_tokens = 64
-max_turns = 6
+max_turns = 8
 max_context = 1024
 max_staleness = 1
 optim = { steps = UPDATES, lr = 1e-3, schedule = "constant" }
@@ -88,7 +88,7 @@ render_tools = false
 def options_of(web: Path, shuffled: bool) -> dict[str, Any]:
     """Options of the family."""
     return {
-        "folder": str(web.absolute()), "tools": ["search", "click"], "numbered": True, "shuffled": shuffled,
+        "folder": str(web.absolute()), "tools": ["search", "click", "find"], "numbered": True, "shuffled": shuffled,
         "results": RESULTS, "snippet": SNIPPET, "page": PAGE, "max_turns": TURNS, "thinking": False,
     }  # fmt: skip
 
@@ -113,6 +113,14 @@ class Session:
     def click(self, number: int) -> str:
         return self.call("click", link_id=number)
 
+    def find(self, number: int) -> None:
+        """Look for the line of the page just opened that has this link, by its label."""
+        for line in self.messages[-1].content.splitlines()[1:]:
+            label, colon, rest = line.partition(": ")
+            if colon and str(number) in LINK.findall(rest):
+                self.call("find", pattern=f"{label}:")
+                return
+
     def answer(self, number: int) -> list[Message]:
         """The messages with a link as the answer."""
         return [*self.messages, Message("assistant", f"[{number}]")]
@@ -134,15 +142,18 @@ def calls_of(problem: SearchProblem) -> list[ToolCall] | None:
     except DataError:
         return None
     calls = [call for message in shown for call in message.tool_calls]
-    return calls if len(calls) < problem.max_turns else None
+    return calls if 2 * len(calls) - 2 <= problem.max_turns else None  # with `find` before every link
 
 
 def careful(problem: SearchProblem, calls: Sequence[ToolCall]) -> list[Message]:
     """The oracle's way; the link that it would open last is the answer."""
     session, (*calls, last) = session_of(problem), calls
-    for call in calls:
+    for step, call in enumerate(calls):
         [argument] = call.arguments.values()
+        if step > 1:
+            session.find(argument)
         _ = session.search(argument) if call.name == "search" else session.click(argument)
+    session.find(last.arguments["link_id"])
     return session.answer(last.arguments["link_id"])
 
 
@@ -156,7 +167,9 @@ def first_link(problem: SearchProblem, calls: Sequence[ToolCall]) -> list[Messag
     session = session_of(problem)
     session.search(name_in(problem))
     session.click(0)
+    session.find(0)
     session.click(0)
+    session.find(0)
     return session.answer(0)
 
 
@@ -307,6 +320,7 @@ def walks(family: SearchFamily, count: int) -> Iterator[Conversation]:
             if found:
                 label, (first, *_) = choice.choice(found)
                 number = int(first)
+                session.find(number)
                 way.append(label)
         if number is None or split_of_name(end := session.browser.title(number)) != "train":
             continue
@@ -351,7 +365,7 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=1600)
     parser.add_argument("--draw", type=int, default=0, help="seed of the questions: to tune, take other ones")
     parser.add_argument(
-        "--demonstrations", type=int, nargs=3, default=[24_000, 8_000, 3_000], help="walks, careful, mixed"
+        "--demonstrations", type=int, nargs=3, default=[8_000, 8_000, 3_000], help="walks, careful, mixed"
     )
     parser.add_argument(
         "--in-order",

@@ -218,7 +218,8 @@ class Browser:
         places = [match.start() for match in re.finditer(re.escape(wanted), text, re.IGNORECASE)] if wanted else []
         lines = list[str]()
         for at in places[:MOST_FOUND]:
-            start, end = max(0, at - 80), at + len(wanted) + 120
+            start, end = max(text.rfind("\n", 0, at) + 1, at - 80), at + len(wanted) + 120
+            end = min(end, (text.find("\n", at + len(wanted)) + 1 or len(text) + 1) - 1)
             lines.append(" ".join(text[start:end].split()))
             self._see(start, end)
         more = [f"[{len(places) - MOST_FOUND} more]"] if len(places) > MOST_FOUND else []

@@ -105,6 +105,14 @@ def test_a_page_that_may_not_be_shown_has_no_title(built: Path) -> None:
         assert browser.title(browser._links.index(page.url)) == title
 
 
+def test_find_shows_the_line(built: Path) -> None:
+    """Of a fact its line alone; of a long line what is near, on both sides."""
+    browser = Browser(Web(built))
+    browser._text = f"A: 1\nB: two\n{'x' * 300} B: three {'y' * 300}"
+    found, _ = browser.call(ToolCall("find", {"pattern": "B:"}))
+    assert found.splitlines() == ["B: two", f"{'x' * 79} B: three {'y' * 113}"]
+
+
 def test_shuffled_facts(built: Path) -> None:
     """Each page has another order for each seed, and in a session always the same; the first line and the prose stay,
     long facts come last."""
