@@ -21,7 +21,7 @@ from glm5.eval.harness import play_skill
 from glm5.launch.pipeline import run_pipeline
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.records import Outcome
-from glm5.stats import Interval, paired_rewards, paired_shares
+from glm5.stats import Interval, paired_rewards
 
 RECIPE = """\
 name = "NAME"
@@ -147,6 +147,6 @@ def rates(
     for name, wins in solved.items():
         found[name] = {"rate": sum(wins) / len(wins)}
         if name in ("rl", "sft goes on"):
-            gain = gain_of(solved["start"], wins, groups) if groups else paired_shares(solved["start"], wins)
+            gain = gain_of(solved["start"], wins, groups or [str(place) for place in range(len(wins))])
             found[name] |= {"gain": gain.value, "low": gain.low, "high": gain.high}
     return found

@@ -93,6 +93,17 @@ def options_of(web: Path, shuffled: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def by_number(page: str) -> dict[Any, int]:
+    """The links that a page shows, known by their numbers."""
+    return {number: number for number in map(int, LINK.findall(page))}
+
+
+def by_label(page: str) -> dict[Any, int]:
+    """The links that a page shows, known by the label of their line and their place there."""
+    lines = (line.partition(": ") for line in page.splitlines()[1:])
+    return {(label, place): int(n) for label, _, rest in lines for place, n in enumerate(LINK.findall(rest))}
+
+
 class Session:
     """What somebody does with the tools of a problem, as messages. Queries begin with a space, so that the tokens of a
     name in it are those of the name in a question."""
@@ -115,9 +126,8 @@ class Session:
 
     def find(self, number: int) -> None:
         """Look for the line of the page just opened that has this link, by its label."""
-        for line in self.messages[-1].content.splitlines()[1:]:
-            label, colon, rest = line.partition(": ")
-            if colon and str(number) in LINK.findall(rest):
+        for (label, _), link in by_label(self.messages[-1].content).items():
+            if link == number:
                 self.call("find", pattern=f"{label}:")
                 return
 
@@ -189,43 +199,25 @@ def guess(problem: SearchProblem, opened: int) -> bool:
     session, question = session_of(problem), problem.question
     session.search(name_in(problem))
     seen = list[str]()
-    page = session.click(0)
     for _ in range(opened + 1):
-        urls = [session.browser.address(number) or "" for number in map(int, LINK.findall(page))]
-        seen += urls
-        page = session.click(0)
+        seen += [session.browser.address(number) or "" for number in by_number(session.click(0))]
     kind = f"{question.query.root.type}/"
     fitting = Counter(url for url in seen if url.startswith(kind) and url not in question.constants)
     page_of = problem.web.page(fitting.most_common(1)[0][0]) if fitting else None
     return page_of is not None and right(page_of.title, question.names)
 
 
-def by_number(page: str) -> dict[Any, int]:
-    """The links that a page shows, known by their numbers."""
-    return {number: number for number in map(int, LINK.findall(page))}
-
-
-def by_label(page: str) -> dict[Any, int]:
-    """The links that a page shows, known by the label of their line and their place there."""
-    lines = (line.partition(": ") for line in page.splitlines()[1:])
-    return {(label, place): int(n) for label, _, rest in lines for place, n in enumerate(LINK.findall(rest))}
-
-
 def fixed_ways(problem: SearchProblem, known: Callable[[str], dict[Any, int]]) -> dict[tuple[Any, Any], bool]:
     """The ways (A, B) that a problem has: search the name, open result 0 and its link A, answer with link B there; and
     whether each solves it."""
-
-    def opened() -> tuple[Session, str]:
-        session = session_of(problem)
-        session.search(name_in(problem))
-        return session, session.click(0)
-
-    found = dict[tuple[Any, Any], bool]()
-    for first, number in known(opened()[1]).items():
-        session, _ = opened()
-        for last, n in known(session.click(number)).items():
-            found[first, last] = right(session.browser.title(n), problem.question.names)
-    return found
+    session = session_of(problem)
+    session.search(name_in(problem))
+    links = {mark: session.browser.address(number) for mark, number in known(session.click(0)).items()}
+    return {
+        (first, last): right(session.browser.title(number), problem.question.names)
+        for first, url in links.items()
+        for last, number in known(session.browser.open(url or "")[0]).items()
+    }
 
 
 def follow_fixed_ways(
@@ -314,12 +306,10 @@ def walks(family: SearchFamily, count: int) -> Iterator[Conversation]:
         session.search(page.title)
         number = session.browser.number(page.url)
         while number is not None and len(way) < 2:
-            lines = [line.partition(": ") for line in session.click(number).splitlines()[1:]]
-            found = [(label, LINK.findall(rest)) for label, _, rest in lines if LINK.search(rest)]
+            found = [(label, n) for (label, place), n in by_label(session.click(number)).items() if place == 0]
             number = None
             if found:
-                label, (first, *_) = choice.choice(found)
-                number = int(first)
+                label, number = choice.choice(found)
                 session.find(number)
                 way.append(label)
         if number is None or split_of_name(end := session.browser.title(number)) != "train":
@@ -339,9 +329,25 @@ def demonstrations(source: Iterator[SearchProblem], mixed: bool) -> Iterator[Con
             yield Conversation(WAYS[way](problem, calls))
 
 
+def baselines(family: SearchFamily, held_out: Sequence[SearchProblem]) -> dict[str, list[bool]]:
+    """What is solved without a model."""
+    return {
+        "fixed numbers": follow_fixed_ways(family, held_out, by_number),
+        "fixed labels": follow_fixed_ways(family, held_out, by_label),
+        "first page": [guess(one, 0) for one in held_out],
+        "first link": [guess(one, 1) for one in held_out],
+        "oracle": [calls_of(one) is not None for one in held_out],
+    }
+
+
 def experiment(
-    seed: int, options: argparse.Namespace, chosen: dict[str, Any], held_out: Sequence[SearchProblem]
+    seed: int,
+    options: argparse.Namespace,
+    chosen: dict[str, Any],
+    held_out: Sequence[SearchProblem],
+    known: dict[str, list[bool]],
 ) -> dict[str, Any]:
+    """Train and play with this seed. `known` is what baselines solve."""
     stage = RL + "".join(f"options.{key} = {json.dumps(value)}\n" for key, value in chosen.items())
     trained, seconds = policies(seed, options, stage)
     family = FamilyConfig(name="search", options=chosen, render_tools=False)
@@ -351,11 +357,7 @@ def experiment(
     played = {name: evaluate(policy, family, config) for name, policy in trained.items()}
     solved = {name: wins for name, (wins, _) in played.items()}
     seconds["episode"] = played["rl"][1]
-    for name, known in (("numbers", by_number), ("labels", by_label)):
-        solved[f"fixed {name}"] = follow_fixed_ways(SearchFamily(**chosen), held_out, known)
-    solved |= {f"first {name}": [guess(one, n) for one in held_out] for n, name in enumerate(("page", "link"))}
-    solved["oracle"] = [calls_of(one) is not None for one in held_out]
-    return rates(seed, solved, seconds, [one.question.names[0] for one in held_out])
+    return rates(seed, solved | known, seconds, [one.question.names[0] for one in held_out])
 
 
 def main() -> None:
@@ -405,9 +407,9 @@ def main() -> None:
         shown = list(islice(demonstrations(problems(family, web, "mixed"), mixed=True), few))
         write_conversations(options.out / "mixed.jsonl", shown)
         print(f"{careful_ones} careful and {len(shown)} mixed demonstrations, {walked} walks")
-    found = []
+    found, known = [], baselines(family, held_out)
     for seed in options.seeds:
-        found.append(experiment(seed, options, chosen, held_out))
+        found.append(experiment(seed, options, chosen, held_out, known))
         print(json.dumps(found[-1]), flush=True)
     answers = len({problem.question.answer for problem in held_out})
     told = {"questions": options.held_out, "answers": answers, "updates": options.updates, "runs": found}

@@ -17,7 +17,7 @@ OWN_SUITES = {
     "browse": SHARED | {"render_tools", "limits", "temperature", "seed", "template"},
     "lm-eval": SHARED | {"tokenizer"},
 }
-"""The options that these suites take; the others take all."""
+"""The options that these suites take."""
 
 
 @app.command("eval")

@@ -211,18 +211,8 @@ def test_options_that_would_change_nothing_are_refused(built: Path, more: tuple[
 
 
 def test_lm_eval_refuses_options_too(tmp_path: Path) -> None:
-    command = [
-        "eval",
-        "http://127.0.0.1:9",
-        "--suite",
-        "lm-eval",
-        "--out",
-        str(tmp_path),
-        "--temperature",
-        "1",
-        "--chat",
-    ]
-    done = CliRunner().invoke(app, command)
+    command = ["eval", "http://127.0.0.1:9", "--suite", "lm-eval", "--out", str(tmp_path)]
+    done = CliRunner().invoke(app, [*command, "--temperature", "1", "--chat"])
     assert "--suite lm-eval does not take --temperature, --chat;" in str(done.exception)
 
 

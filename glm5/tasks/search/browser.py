@@ -84,9 +84,9 @@ class View:
 
 @dataclass
 class Browser:
-    """One session. `forbidden` are texts that no page may quote; `programs` runs `python`, made when it is needed.
-
+    """One session. `forbidden` are texts that no page may quote; `programs` runs `python`, made when it is needed;
     `order` is the seed of the order of facts in a view that shuffles them.
+
     `returned` has the addresses that searches ever returned, `opened` those of opened pages, in order."""
 
     web: Web
@@ -218,8 +218,9 @@ class Browser:
         places = [match.start() for match in re.finditer(re.escape(wanted), text, re.IGNORECASE)] if wanted else []
         lines = list[str]()
         for at in places[:MOST_FOUND]:
-            start, end = max(text.rfind("\n", 0, at) + 1, at - 80), at + len(wanted) + 120
-            end = min(end, (text.find("\n", at + len(wanted)) + 1 or len(text) + 1) - 1)
+            after = at + len(wanted)
+            start = at - len(text[max(0, at - 80) : at].rpartition("\n")[2])
+            end = after + len(text[after : after + 120].partition("\n")[0])
             lines.append(" ".join(text[start:end].split()))
             self._see(start, end)
         more = [f"[{len(places) - MOST_FOUND} more]"] if len(places) > MOST_FOUND else []
