@@ -119,7 +119,8 @@ def build_web(out: Path, sources: Sequence[Source], roots: list[Path], told: Tol
         states[source.name] = state
         digests.append(f"{source.name} {digest}")
     if not records:
-        raise DataError("None of the sources is on this machine: " + "; ".join(s.missing for s in sources) + ".")
+        missing = "; ".join(source.missing for source in sources)
+        raise DataError(f"None of the sources is on this machine. --download gets them; or by hand: {missing}.")
     licences = {source.name: source.licence for source in sources}
     whole = hashlib.sha256(json.dumps([FORM, digests, sorted(licences.items())]).encode()).hexdigest()
     with contextlib.closing(sqlite3.connect(out / "web.sqlite")) as db, _readable(out / "web.sqlite"):

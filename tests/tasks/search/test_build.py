@@ -299,7 +299,7 @@ def test_an_index_of_other_pages_is_never_used(tmp_path: Path, world: Path, monk
 
 def test_sources_that_are_missing(tmp_path: Path, world: Path) -> None:
     lines = list[str]()
-    with pytest.raises(DataError, match="None of the sources is on this machine: pip install airportsdata"):
+    with pytest.raises(DataError, match="--download gets them; or by hand: pip install airportsdata"):
         build(tmp_path, RULES, only=["airports"], roots=[tmp_path], told=lines.append)
     assert lines == ["airports: left out, for it is not on this machine (pip install airportsdata)"]
     with pytest.raises(UsageError, match="unknown source 'airport' \\(did you mean \"airports\""):
