@@ -95,22 +95,22 @@ def sft(data: Path, steps: int, rate: str) -> str:
 
 
 def base(options: argparse.Namespace) -> Path:
-    """The policy that every seed starts from: trained on `texts.txt` and `careful.jsonl` of the folder."""
+    """The policy that every seed starts from: trained on `texts.txt` and `base.jsonl` of the folder."""
     if options.base is not None:
         return Path(options.base.absolute())
     out = options.out.absolute()
     stages = RANDOM.replace("TEXTS", str(out / "texts.txt")).replace("STEPS", str(options.text_steps))
-    stages += sft(out / "careful.jsonl", options.base_steps, "1e-2")
+    stages += sft(out / "base.jsonl", options.base_steps, "1e-2")
     head = RECIPE.replace("SEED", "0").replace("RUNS", str(out / "runs")).replace("START", "")
     return run(head + stages, out, "base")[0]
 
 
 def policies(seed: int, options: argparse.Namespace, rl: str) -> tuple[dict[str, Path], dict[str, float]]:
-    """Train on `mixed.jsonl` of the folder from the base ("start"), from there with the stage `rl`, and with SFT in the
+    """Train on `sft.jsonl` of the folder from the base ("start"), from there with the stage `rl`, and with SFT in the
     same time ("sft goes on"). Returns checkpoints, and the seconds that training took."""
     folder = options.out.absolute() / str(seed)
     folder.mkdir(parents=True, exist_ok=True)
-    data = options.out.absolute() / "mixed.jsonl"
+    data = options.out.absolute() / "sft.jsonl"
     head = RECIPE.replace("SEED", str(seed)).replace("RUNS", str(folder / "runs"))
     stage = sft(data, options.sft_steps, "5e-3")
     start, sft_s = run(head.replace("START", f'start = "{base(options)}"') + stage, folder, "start")

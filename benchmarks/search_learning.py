@@ -10,10 +10,9 @@ demonstrations, of RL and of the evaluation are three sets without a common name
 
 Per seed:
 
-1. SFT from a base that the seeds share, which was trained on the oracle's way over questions of the same forms, and on
-   walks: sessions whose prompt tells the lines to follow, from all over the web, which teach to copy names. The
-   demonstrations of this step are of mixed quality: some answer with the page before the answer's, some follow link 0
-   of each page, some search for what is asked instead of what is named.
+1. SFT on a few sessions of the oracle, from a base that the seeds share, which knows walks: sessions from all over the
+   web whose prompt names the page to look for and the lines to follow. Of questions it has only read the oracle's
+   sessions as text.
 2. RL (`agentic`, in one process) on the questions. Reward: whether the answer is right.
 3. Baselines: SFT goes on from the same start in the time of step 2; and guessers without a model, which look for the
    name, open the first result, and answer what they saw most often of the type that is asked for: on that page ("first
@@ -38,7 +37,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +63,6 @@ RESULTS, SNIPPET, PAGE, TURNS, PER_ANSWER = 3, 20, 360, 8, 6
 MOST_ANSWERS, MOST_PER_ANSWER, MOST_TRIES, MOST_PER_WALK = 5, 20, 60, 40
 MAX_TOKENS, MAX_CONTEXT = 64, 1024
 FITTED = 400
-MIXED = {"careful": 0.4, "too early": 0.3, "first link": 0.15, "wrong words": 0.15}
 LINK = re.compile(r" \[(\d+)\]")
 RL = """
 [[stages]]
@@ -155,8 +152,9 @@ def calls_of(problem: SearchProblem) -> list[ToolCall] | None:
     return calls if 2 * len(calls) - 2 <= problem.max_turns else None  # with `find` before every link
 
 
-def careful(problem: SearchProblem, calls: Sequence[ToolCall]) -> list[Message]:
-    """The oracle's way; the link that it would open last is the answer."""
+def demonstration(problem: SearchProblem, calls: Sequence[ToolCall]) -> Conversation:
+    """The oracle's way, which looks for each line before it follows it; the link that the oracle would open last is the
+    answer."""
     session, (*calls, last) = session_of(problem), calls
     for step, call in enumerate(calls):
         [argument] = call.arguments.values()
@@ -164,33 +162,7 @@ def careful(problem: SearchProblem, calls: Sequence[ToolCall]) -> list[Message]:
             session.find(argument)
         _ = session.search(argument) if call.name == "search" else session.click(argument)
     session.find(last.arguments["link_id"])
-    return session.answer(last.arguments["link_id"])
-
-
-def too_early(problem: SearchProblem, calls: Sequence[ToolCall]) -> list[Message]:
-    """The oracle's way without its last link."""
-    return careful(problem, calls[:-1])
-
-
-def first_link(problem: SearchProblem, calls: Sequence[ToolCall]) -> list[Message]:
-    """Opens the first result and its first link, and answers with the first link there."""
-    session = session_of(problem)
-    session.search(name_in(problem))
-    session.click(0)
-    session.find(0)
-    session.click(0)
-    session.find(0)
-    return session.answer(0)
-
-
-def wrong_words(problem: SearchProblem, calls: Sequence[ToolCall]) -> list[Message]:
-    """Searches for what is asked, and answers with the first result."""
-    session = session_of(problem)
-    session.search(problem.prompt.partition("?")[0].removeprefix("Which "))
-    return session.answer(0)
-
-
-WAYS = {"careful": careful, "too early": too_early, "first link": first_link, "wrong words": wrong_words}
+    return Conversation(session.answer(last.arguments["link_id"]))
 
 
 def guess(problem: SearchProblem, opened: int) -> bool:
@@ -255,13 +227,13 @@ def last_link(node: Node) -> Link:
     return link if link.child.entity else last_link(link.child)
 
 
-def problems(family: SearchFamily, web: Path, seed: str) -> Iterator[SearchProblem]:
+def problems(family: SearchFamily, web: Path) -> Iterator[SearchProblem]:
     """Questions of the forms of the training questions, from other named things to answers of the training split. A few
     have several answers; no name answers more than MOST_PER_ANSWER, for answers are to be copied, not remembered. Ends
     when the forms are used up."""
     forms = [question.query for question in read_questions(web) if split_of_answer(question) == "train"]
     graph = family.web.graph()
-    checker, choice = Checker(family.web, graph, Evaluator(graph)), random.Random(seed)
+    checker, choice = Checker(family.web, graph, Evaluator(graph)), random.Random("careful")
     seen, often, any_problem = set[str](), Counter[str](), family.problem("train", 0)
 
     @functools.cache
@@ -320,13 +292,8 @@ def walks(family: SearchFamily, count: int) -> Iterator[Conversation]:
             yield Conversation([Message("user", f"From {page.title}: {way[0]}, {way[1]}"), *session.answer(number)[1:]])
 
 
-def demonstrations(source: Iterator[SearchProblem], mixed: bool) -> Iterator[Conversation]:
-    choice = random.Random("demonstrators")
-    for problem in source:
-        calls = calls_of(problem)
-        way = choice.choices(list(MIXED), list(MIXED.values()))[0] if mixed else "careful"
-        if calls is not None:
-            yield Conversation(WAYS[way](problem, calls))
+def demonstrations(source: Iterator[SearchProblem]) -> Iterator[Conversation]:
+    return (demonstration(problem, calls) for problem in source if (calls := calls_of(problem)) is not None)
 
 
 def baselines(family: SearchFamily, held_out: Sequence[SearchProblem]) -> dict[str, list[bool]]:
@@ -366,9 +333,7 @@ def main() -> None:
     parser.add_argument("--held-out", type=int, default=220)
     parser.add_argument("--questions", type=int, default=1600)
     parser.add_argument("--draw", type=int, default=0, help="seed of the questions: to tune, take other ones")
-    parser.add_argument(
-        "--demonstrations", type=int, nargs=3, default=[8_000, 8_000, 3_000], help="walks, careful, mixed"
-    )
+    parser.add_argument("--demonstrations", type=int, nargs=2, default=[12_000, 300], help="walks, oracle's sessions")
     parser.add_argument(
         "--in-order",
         action="store_true",
@@ -382,7 +347,7 @@ def main() -> None:
     sources: tuple[str, ...] = SOURCES
     if options.quick:
         options.seeds, options.updates, options.text_steps, options.base_steps, options.sft_steps = [0], 1, 4, 4, 2
-        options.held_out, options.questions, options.demonstrations, sources = 8, 80, [300, 100, 100], SOURCES[:2]
+        options.held_out, options.questions, options.demonstrations, sources = 8, 80, [300, 50], SOURCES[:2]
         options.out = options.out.with_name(f"{options.out.name}-quick")
     torch.set_num_threads(options.threads)
     web = options.out / "web"
@@ -393,20 +358,16 @@ def main() -> None:
         )  # fmt: skip
         build(web, rules, only=sources, download=True, jobs=options.threads, told=print)
     chosen = options_of(web, not options.in_order)
-    family, (walked, many, few) = SearchFamily(**chosen), options.demonstrations
+    family, (walked, few) = SearchFamily(**chosen), options.demonstrations
     held_out = [one for one in held_out_problems(family, options.held_out, "search") if isinstance(one, SearchProblem)]
     if len(held_out) < options.held_out:
         raise SystemExit(f"{web} has only {len(held_out)} held-out questions; raise --questions, or lower --held-out.")
-    if not (options.out / "mixed.jsonl").exists():
-        shown = list(islice(demonstrations(problems(family, web, "careful"), mixed=False), many))
-        careful_ones = len(shown)
-        shown += walks(family, walked)
-        random.Random("order").shuffle(shown)
-        write_texts(shown, options.out / "texts.txt")
-        write_conversations(options.out / "careful.jsonl", shown)
-        shown = list(islice(demonstrations(problems(family, web, "mixed"), mixed=True), few))
-        write_conversations(options.out / "mixed.jsonl", shown)
-        print(f"{careful_ones} careful and {len(shown)} mixed demonstrations, {walked} walks")
+    if not (options.out / "sft.jsonl").exists():
+        shown, walking = list(demonstrations(problems(family, web))), list(walks(family, walked))
+        write_texts([*shown, *walking], options.out / "texts.txt")
+        write_conversations(options.out / "base.jsonl", walking)
+        write_conversations(options.out / "sft.jsonl", shown[:few])
+        print(f"{walked} walks; the first {few} of {len(shown)} sessions of the oracle")
     found, known = [], baselines(family, held_out)
     for seed in options.seeds:
         found.append(experiment(seed, options, chosen, held_out, known))

@@ -51,7 +51,7 @@ from glm5.tasks.swe.mutate import Mutations, apply, places
 from glm5.tasks.swe.text import instruction
 
 HELD_OUT, PROMPTS = 250, 500
-DEMONSTRATIONS = {"mixed": 4000, "careful": 12_000}
+DEMONSTRATIONS = {"sft": 4000, "base": 12_000}
 PER_MODULE = 2
 CASES = 8
 LONGEST = 36  # characters of an argument
@@ -271,8 +271,8 @@ def main() -> None:
     for name, count in DEMONSTRATIONS.items():
         data = options.out / f"{name}.jsonl"
         if not data.exists():
-            shown = list(demonstrations(options.out / "modules", count, name == "mixed"))
-            if name == "careful":
+            shown = list(demonstrations(options.out / "modules", count, name == "sft"))
+            if name == "base":
                 write_texts(shown, options.out / "texts.txt")
             write_conversations(data, shown)
     found = []
