@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from openai import OpenAI
 
+from glm5.obs import setup_logging
 from glm5.rollout.service_host import serve
 from glm5.tasks import AgentProblem, Family
 
@@ -43,4 +44,7 @@ class Sums(Family):
 
 if __name__ == "__main__":
     gateway = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8100"
-    serve({"sums": Sums()}, gateway, os.environ["GLM5_ADMIN_KEY"], capacity=16)
+    if not (key := os.environ.get("GLM5_ADMIN_KEY")):
+        sys.exit("Set GLM5_ADMIN_KEY to the admin key of the run, as the first lines of this program show.")
+    setup_logging()
+    serve({"sums": Sums()}, gateway, key, capacity=16)

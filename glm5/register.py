@@ -11,6 +11,7 @@ Recipes, checkpoints and datasets contain only names: they cannot make this pack
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
@@ -44,7 +45,11 @@ class Register(MutableMapping[str, type[T]]):
         except ConfigError:
             raise
         except (TypeError, ValueError) as error:
-            given = ", ".join(options) or "none"
+            given, known = ", ".join(options) or "none", _options(entry)
+            for option in options:
+                if known and option not in known:
+                    text = f'{self._kind} "{name}" has no option "{option}"{nearest(option, known)}'
+                    raise ConfigError(f"{text}; it has {', '.join(known)}.") from error
             raise ConfigError(f'{self._kind} "{name}": {error}; options given: {given}.') from error
 
     def __setitem__(self, name: str, entry: type[T]) -> None:
@@ -96,6 +101,14 @@ class Register(MutableMapping[str, type[T]]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+def _options(entry: type) -> list[str]:
+    """The keyword arguments of a class, or none if it takes any."""
+    parameters = inspect.signature(entry).parameters.values()
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return []
+    return [one.name for one in parameters if one.kind is one.KEYWORD_ONLY]
 
 
 def _path(entry: type) -> str:

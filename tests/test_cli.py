@@ -110,6 +110,8 @@ def test_version(glm5: Glm5) -> None:
         (["pipeline", "recipes/smoke.toml", "--set", "seed"], ["--set seed", "key.subkey=value"]),
         (["pipeline", "recipes/smoke.toml", "--set", "stages.sftt.rows=1"], ["sftt", "sft"]),
         (["train", "recipes/smoke.toml"], ["sft", "glm5 pipeline"]),
+        (["serve", "m", "--port", "99999"], ["--port", "65535"]),
+        (["gateway", "m", "--port", "-1"], ["--port", " 0"]),
     ],
     ids=" ".join,
 )
@@ -138,6 +140,7 @@ def test_usage_errors(glm5: Glm5, arguments: list[str], words: list[str]) -> Non
             ["general", "ttt", "earlier"],
         ),
         (["report", "/nowhere"], ["/nowhere"]),
+        (["task", "build", "search", "--out", "README.md"], ["README.md: a folder is needed"]),
     ],
     ids=" ".join,
 )

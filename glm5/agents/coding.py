@@ -176,6 +176,8 @@ class CodingAgent:
             reason, why = self._play()
         except EndpointError as error:
             reason, why = "endpoint", str(error)
+            if error.too_long and not self._turns:
+                why += " That was the first prompt: instructions, tools and the task need a model with more context."
         except _OutOfTime:
             reason, why = "seconds", f"The limit of {self.settings.budget.seconds:g} seconds is reached."
         except KeyboardInterrupt:

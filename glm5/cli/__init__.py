@@ -81,6 +81,8 @@ def main(run: Callable[..., Any] = app) -> None:
         place = f": {error.filename}" if error.filename else ""
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         advice = ". What was saved before is intact; free some space and run again." if full else ""
+        if isinstance(error, FileExistsError | NotADirectoryError) and error.filename:
+            _fail(f"{error.filename}: a folder is needed here, and a file has this name. Choose another path.", 1)
         _fail(f"{error.strerror or error}{place}{advice}", 1)
     except Exception as error:
         # Typer's releases keep the parser's errors in different modules; all of them have `format_message`.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from glm5.errors import GradingError, UsageError, nearest
+from glm5.errors import GradingError, UsageError
 from glm5.obs.progress import QuietConsole
 
 if TYPE_CHECKING:
@@ -17,6 +17,8 @@ OPTIONS: dict[str, Any] = {"context": "none", "keep": 5, "limit": 0, "split": "h
                            "judge": "", "judge_name": "", "session_tokens": 0}  # fmt: skip
 """Options of the evaluation with their defaults; others are the family's."""
 LIMITS = {"max_tokens": 8192, "max_turns": 100}
+MOST = 2**31 - 1
+"""Of a limit; endpoints refuse larger numbers."""
 NOT_TAKEN = {
     "max_turns": "use --limit max_turns", "strict": "a wrong call ends no session", "plain": "agents chat",
     "stop": "replies end by themselves",
@@ -49,6 +51,8 @@ def browse(
     given = {option: value for option, value in options.items() if option not in OPTIONS}
     family = make_family("search", seed, **given)
     assert isinstance(family, SearchFamily)
+    if out is not None and out.resolve() == Path(given["folder"]).resolve():
+        raise UsageError(f"{out} is the build itself; take another folder for the answers.")
     settings = {"own": own, "family": given, "limits": bounds, "seed": seed, "temperature": temperature,
                 "web": family.web.digest}  # fmt: skip
     settings |= {} if render_tools else {"render_tools": False}
@@ -85,11 +89,15 @@ def _check(own: dict[str, Any], options: dict[str, Any], limits: dict[str, Any])
         if type(own[option]) is not type(default):
             kind = "a text" if isinstance(default, str) else "a whole number"
             raise UsageError(f"--set {option}={own[option]!r:.40} is not {kind}.")
-    for limit in limits:
+    for limit, number in limits.items():
         if limit not in LIMITS:
-            raise UsageError(f"--limit {limit}: browse takes {', '.join(LIMITS)}{nearest(limit, LIMITS)}.")
-    if own["split"] not in SPLITS or own["session_tokens"] < 0:
-        raise UsageError(f"--set split is one of {', '.join(SPLITS)}, and session_tokens not negative.")
+            raise UsageError(f"--limit {limit}: browse takes {' and '.join(LIMITS)}; the model has its own context.")
+        if type(number) is not int or not 1 <= number <= MOST:
+            raise UsageError(f"--limit {limit}={number!r:.40} is not a whole number from 1 to {MOST}.")
+    if own["split"] not in SPLITS:
+        raise UsageError(f"--set split={own['split']}: it is one of {', '.join(SPLITS)}.")
+    if own["session_tokens"] < 0:
+        raise UsageError(f"--set session_tokens={own['session_tokens']}: it is not negative; 0 is no limit.")
     for option, why in NOT_TAKEN.items():
         if option in options:
             raise UsageError(f"--set {option}: browse does not take it; {why}.")

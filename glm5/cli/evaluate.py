@@ -97,6 +97,8 @@ def evaluate(
             template=template,
         )  # fmt: skip
         show({suite: found} if as_json else found, as_json)
+        if not found["n"]:
+            raise typer.Exit(1)
         return
     from glm5.eval.contamination import trained_texts
     from glm5.eval.suite import find_suite, run_suite

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from glm5.cli.options import ChatTemplate, Checkpoint, Device, Dtype, Json, app, assignments, model_config, show
+from glm5.cli.options import ChatTemplate, Checkpoint, Device, Dtype, Json, app, assignments, model_config, show, told
 from glm5.errors import UsageError
 
 
@@ -135,7 +135,7 @@ def chat(
 def serve(
     model: Checkpoint,
     host: str = "127.0.0.1",
-    port: int = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
     api_key: Annotated[
         str | None, typer.Option(help="Required unless --host is loopback. `ps` shows it; prefer GLM5_API_KEY.")
     ] = None,
@@ -237,6 +237,7 @@ def serve(
         flash_comm=flash_comm,
     )
     limits = Limits(
+        connections=max(Limits.connections, 2 * max_requests),
         body_bytes=max_body_mb << 20,
         requests=max_requests,
         samples=max_samples,
@@ -285,11 +286,13 @@ def gateway(
     model: Annotated[
         Path | None, typer.Argument(help="Checkpoint; with --engines only its tokenizer. Or `check` or `export`.")
     ] = None,
-    url: Annotated[str | None, typer.Argument(help="The URL to check; the store to export as JSON lines.")] = None,
+    url: Annotated[
+        str | None, typer.Argument(help="The URL to check; the store to export (default: that of --store).")
+    ] = None,
     engines: Annotated[list[str], typer.Option(help="URL of an SGLang or vLLM server; repeatable.")] = [],  # noqa: B006
     store: Annotated[Path, typer.Option(help="File of the sessions; made if missing.")] = Path("sessions.db"),
     host: str = "127.0.0.1",
-    port: int = 8100,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8100,
     socket: Annotated[Path | None, typer.Option(help="Unix socket to listen on as well, for agents in rooms.")] = None,
     admin_key_file: Annotated[
         Path | None, typer.Option(help="File with the admin key; or GLM5_ADMIN_KEY. Default: made beside the store.")
@@ -305,7 +308,7 @@ def gateway(
 ) -> None:
     """Sessions for agents that others wrote: their requests in, token ids to train on out.
 
-    `check URL` tests a running gateway, `export FILE` prints a store as JSON lines."""
+    `check URL` tests a running gateway, `export [FILE]` prints a store (default: that of --store) as JSON lines."""
     from glm5.serve.keys import find_key
     from glm5.serve.options import EngineOptions
 
@@ -317,8 +320,12 @@ def gateway(
     if str(model) == "export":
         from glm5.rollout.export import export
 
-        for line in export(Path(url) if url is not None else store):
+        path, found = Path(url) if url is not None else store, False
+        for line in export(path):
             typer.echo(line)
+            found = True
+        if not found:
+            told(f"{path} has no sessions.")
         return
     if str(model) == "check":
         _check_gateway(url, find_key("admin", None, admin_key_file), as_json)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from glm5.cli.options import Json, app, show
+from glm5.cli.options import Json, app, show, told
 from glm5.errors import UsageError
+
+if TYPE_CHECKING:
+    from glm5.preferences.store import PreferenceStore
 
 
 @app.command()
@@ -32,24 +36,47 @@ def prefer(
 
     pairs = read_pairs(source)
     path = store or (source / "preferences.sqlite" if source.is_dir() else source.with_suffix(".sqlite"))
-    if (export is not None or agreement) and not path.exists():
-        raise UsageError(f"{path} does not exist, so there are no votes yet; vote with glm5 prefer {source}.")
-    with PreferenceStore(path) as votes:
-        added = votes.add_pairs(pairs)
-        if export is not None or agreement:
-            found: dict[str, object] = {}
-            if export is not None:
-                found["exported"] = votes.export(export, source)
-            if agreement:
-                from glm5.preferences.report import agreement_report
+    if export is not None or agreement:
+        if not path.exists():
+            raise UsageError(f"{path} does not exist, so there are no votes yet; vote with glm5 prefer {source}.")
+        with PreferenceStore(path) as votes:
+            votes.add_pairs(pairs)
+            show(_results(votes, source, export, agreement, as_json), as_json)
+        return
+    from glm5.preferences.app import bind_local, serve_page
 
-                found |= agreement_report(votes)
-            show(found, as_json)
-            return
-        from glm5.preferences.app import serve_page
+    # The socket first: a host or port that is refused leaves no store behind.
+    with contextlib.closing(bind_local(host, port)) as listener, PreferenceStore(path) as votes:
+        added, others = votes.add_pairs(pairs), votes.left_out()[0]
+        more = f", which has {others:,} more, not asked because not in {source}" if others else ""
+        told(f"{len(pairs):,} pairs ({added:,} new); votes go to {path}{more}. Ctrl-C ends, the same command goes on.")
+        serve_page(votes, rater, host, listener, browser)
 
-        typer.echo(
-            f"{len(pairs):,} pairs ({added:,} new); votes go to {path}. Ctrl-C ends, the same command goes on.",
-            err=True,
+
+def _results(
+    votes: PreferenceStore, source: Path, export: Path | None, agreement: bool, exact: bool
+) -> dict[str, object]:
+    """What --export and --agreement print; numbers are rounded unless they must be `exact`."""
+    left_out, found = votes.left_out()[1], dict[str, object]()
+    if not votes.votes():
+        others = f" ({left_out:,} are on other pairs)" if left_out else ""
+        raise UsageError(
+            f"{votes.path} has no votes yet on the pairs of {source}{others}; vote with glm5 prefer {source}."
         )
-        serve_page(votes, rater, host, port, browser)
+    if export is not None:
+        found["exported"] = votes.export(export, source)
+    if agreement:
+        from glm5.preferences.report import agreement_report
+
+        report = agreement_report(votes)
+        found |= report if exact else _rounded(report)
+    return found | {"votes_on_other_pairs": left_out}
+
+
+def _rounded(value: Any) -> Any:
+    """A value of JSON with at most three decimals."""
+    if isinstance(value, dict):
+        return {key: _rounded(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_rounded(one) for one in value]
+    return round(value, 3) if isinstance(value, float) else value

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from glm5.cli.options import Json, app, say, show, told
-from glm5.errors import UsageError
+from glm5.errors import DataError, UsageError
 
 if TYPE_CHECKING:
     from glm5.agents.endpoint import Dialect
     from glm5.agents.terminal import Outcome
     from glm5.records import Message
 
-task_app = typer.Typer(help="Tasks in Harbor's folder format.")
+task_app = typer.Typer(help="Tasks: folders in Harbor's format, search, slides.")
 build_app = typer.Typer(help="Make tasks with a factory.")
 app.add_typer(task_app, name="task")
 task_app.add_typer(build_app, name="build")
@@ -60,6 +60,9 @@ def check(
     from glm5.tasks.harbor.check import check as check_task
     from glm5.tasks.harbor.check import runnable
 
+    if not folder.is_dir():
+        what = "is not a folder" if folder.exists() else "does not exist"
+        raise DataError(f"{folder} {what}; give the folder of a task, of several tasks, or of a build of search tasks.")
     if (folder / "web.sqlite").is_file():
         from glm5.cli.task_search import check_search
 

@@ -92,6 +92,8 @@ def score_slide(
     from glm5.tasks.slides.render import PageFault, Renderer
     from glm5.tasks.slides.rewards import failed, score_page
 
+    if static and screenshots is not None:
+        raise UsageError("--screenshots needs a browser; leave out --static.")
     assets = {path.name: _asset(path) for path in picture}
     found: dict[str, Any] = {}
     if static:

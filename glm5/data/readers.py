@@ -142,8 +142,6 @@ def read_jsonl(path: Path, field: str, report: ReadReport, limit: int) -> Iterat
                     continue
                 try:
                     document = _record(json.loads(line.decode("utf-8")), field, f"{path.name}:{number}")
-                except UnicodeDecodeError:
-                    report.add_bad(where, "not UTF-8")
                 except (ValueError, RecursionError) as error:
                     report.add_bad(where, bad_json(error))
                 else:
@@ -169,7 +167,9 @@ def limited_lines(file: BinaryIO, limit: int) -> Iterator[tuple[int, bytes | Non
 
 
 def bad_json(error: ValueError | RecursionError) -> str:
-    """Why `json.loads` refused a line, in a few words."""
+    """Why a line could not be decoded or `json.loads` refused it, in a few words."""
+    if isinstance(error, UnicodeDecodeError):
+        return "not UTF-8"
     if isinstance(error, json.JSONDecodeError):
         return f"not JSON ({error.msg}, column {error.colno})"
     return "not JSON (nested too deeply)" if isinstance(error, RecursionError) else str(error)

@@ -78,21 +78,19 @@ class BadLines:
         _log.warning("%s", text)
 
 
-def conversation_files(source: str | Path) -> list[Path]:
+def conversation_files(source: str | Path, what: str = "conversations") -> list[Path]:
     """The file itself, or all `*.jsonl` below a folder sorted by path, without hidden ones.
 
-    Raises DataError for a missing path, and for a folder without any.
+    Raises DataError for a missing path, and for a folder without any; it says that files of `what` are needed.
     """
     path = Path(source)
     if path.is_dir():
         found = [p for p in path.rglob("*.jsonl") if not any(map(is_hidden, p.relative_to(path).parts))]
         if found:
             return sorted(p for p in found if p.is_file())
-        raise DataError(
-            f"{path} contains no *.jsonl file; give a JSONL file of conversations or a folder of such files."
-        )
+        raise DataError(f"{path} contains no *.jsonl file; give a JSONL file of {what} or a folder of such files.")
     if not path.exists():
-        raise DataError(f"{path} does not exist; give a JSONL file of conversations.")
+        raise DataError(f"{path} does not exist; give a JSONL file of {what}.")
     return [path]
 
 
@@ -162,8 +160,6 @@ def _load(line: bytes) -> Any:
         value = json.loads(line.decode("utf-8"), parse_constant=_refuse)
         if b"\\u" in line:  # only this way can half of a surrogate pair come from UTF-8
             json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeDecodeError:
-        raise DataError("not UTF-8") from None
     except UnicodeEncodeError:
         raise DataError("not Unicode (half of a surrogate pair)") from None
     except (ValueError, RecursionError) as error:

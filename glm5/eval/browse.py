@@ -102,6 +102,8 @@ def metrics(played: Sequence[Played]) -> dict[str, Any]:
         "score": interval.value if interval else None, "low": interval.low if interval else None,
         "high": interval.high if interval else None, "n": len(judged), "errors": len(played) - len(judged),
     }  # fmt: skip
+    if faults := Counter(one.error for one in played if one.right is None):
+        found["error"] = faults.most_common(1)[0][0]  # the most frequent one
     if not judged:
         return found
     for name in ("searches", "turns", "tokens", "discards"):

@@ -157,11 +157,15 @@ def create_app(store: PreferenceStore, rater: str = "", host: str = "127.0.0.1")
     return app
 
 
-def serve_page(store: PreferenceStore, rater: str, host: str, port: int, open_browser: bool) -> None:
-    """Serve the page until Ctrl-C. Raises UsageError for a host that other machines reach, or a port in use."""
+def bind_local(host: str, port: int) -> socket.socket:
+    """The page's socket. Raises UsageError for a host that other machines reach, or a port in use."""
     if not is_loopback(host):
         raise UsageError(f"{host} can be reached from other machines; the page has no password, so use 127.0.0.1.")
-    listener = bind(host, port)
+    return bind(host, port)
+
+
+def serve_page(store: PreferenceStore, rater: str, host: str, listener: socket.socket, open_browser: bool) -> None:
+    """Serve the page on `bind_local`'s socket until Ctrl-C, and close it."""
 
     def ready(sockets: Iterable[socket.socket]) -> None:
         announce(sockets)

@@ -55,7 +55,7 @@ def read_pairs(source: Path) -> list[Pair]:
     Raises DataError for a line of another form (FILE:LINE says which), and for a source without pairs.
     """
     found: dict[str, Pair] = {}
-    for where, row in _rows(source):
+    for where, row in _rows(source, "pairs"):
         answers = row.get("answers", [row.get("chosen"), row.get("rejected")])
         if not isinstance(answers, list) or len(answers) != 2:
             raise DataError(f'{where}: "answers" must be a list of two texts.')
@@ -136,7 +136,7 @@ def write_anchors(sources: Sequence[str | Path], path: Path) -> None:
 
 def _votes(source: Path) -> Iterator[tuple[str, str, str, bool]]:
     """The prompt, the chosen and the rejected answer of every vote, and whether it is a tie."""
-    for where, row in _rows(source):
+    for where, row in _rows(source, "votes"):
         prompt, chosen, rejected = (_text(where, name, row.get(name)) for name in ("prompt", "chosen", "rejected"))
         tie = row.get("tie", False)
         if not isinstance(tie, bool):
@@ -148,18 +148,16 @@ def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     atomic_write(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def _rows(source: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """(FILE:LINE, object) of every line that is not blank."""
-    if not source.exists():
-        raise DataError(f"{source} does not exist; give a JSONL file or a folder of such files.")
-    for path in conversation_files(source):
+def _rows(source: Path, what: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """(FILE:LINE, object) of every line that is not blank; errors call the lines `what`."""
+    for path in conversation_files(source, what):
         with path.open("rb") as file:
             for number, line in limited_lines(file, MOST_LINE):
                 where = f"{path}:{number}"
                 if line is None:
                     raise DataError(f"{where} has more than {MOST_LINE:,} bytes.")
                 try:
-                    row = json.loads(line)
+                    row = json.loads(line.decode("utf-8"))
                 except (ValueError, RecursionError) as error:
                     raise DataError(f"{where}: {bad_json(error)}.") from None
                 if not isinstance(row, dict):

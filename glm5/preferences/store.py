@@ -85,15 +85,21 @@ class PreferenceStore:
     Methods take a rater's name as `rater` gives it. They raise sqlite3.OperationalError if another process holds the
     file for longer than `BUSY_S`.
 
-    Raises DataError for a file that is not such a store.
+    Raises DataError for a file that is not such a store, UsageError if its folder does not exist.
     """
 
     def __init__(self, path: Path) -> None:
         self.path, self._lock = path, threading.RLock()
+        if not path.parent.is_dir():
+            raise UsageError(f"The folder {path.parent} does not exist; make it, or name another --store.")
         what, advice = "a file of preferences", "name another --store"
         self._db = open_file(path, SCHEMA, FORMAT, what, advice, durable=True)
         self._db.execute("PRAGMA foreign_keys = ON")
         self._db.execute(f"PRAGMA busy_timeout = {round(1000 * BUSY_S)}")
+        # Not in the file, where another process may ask other pairs.
+        self._db.execute("CREATE TEMP TABLE listed (id TEXT PRIMARY KEY) STRICT")
+        asked = "SELECT * FROM pairs WHERE id IN (SELECT id FROM listed) OR NOT EXISTS (SELECT 1 FROM listed)"
+        self._db.execute(f"CREATE TEMP VIEW asked AS {asked}")
 
     def __enter__(self) -> PreferenceStore:
         return self
@@ -111,14 +117,26 @@ class PreferenceStore:
             return self._db.execute(text, values).fetchall()
 
     def add_pairs(self, pairs: Sequence[Pair]) -> int:
-        """Add the pairs that the file does not have; returns their number."""
+        """Add the pairs that the file does not have; returns their number. Known ones get the new places and classes.
+        From the first call on, this object asks, counts and exports only pairs that were given to it; others stay in
+        the file with their votes.
+        """
+        text = (
+            "INSERT INTO pairs VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET place = excluded.place, "
+            "grp = excluded.grp WHERE (place, grp) IS NOT (excluded.place, excluded.grp)"
+        )
+        rows = [(pair.id, at, pair.prompt, pair.first, pair.second, pair.group) for at, pair in enumerate(pairs)]
         with self._writing():
             before = self._db.execute("SELECT count(*) FROM pairs").fetchone()[0]
-            self._db.executemany(
-                "INSERT OR IGNORE INTO pairs SELECT ?, count(*), ?, ?, ?, ? FROM pairs",
-                [(pair.id, pair.prompt, pair.first, pair.second, pair.group) for pair in pairs],
-            )
+            self._db.executemany(text, rows)
+            self._db.executemany("INSERT OR IGNORE INTO listed VALUES (?)", [(pair.id,) for pair in pairs])
             return int(self._db.execute("SELECT count(*) FROM pairs").fetchone()[0] - before)
+
+    def left_out(self) -> tuple[int, int]:
+        """The numbers of pairs of the file that are not asked, and of votes on them; skips are none."""
+        pairs = self._rows("SELECT count(*) FROM pairs WHERE id NOT IN (SELECT id FROM asked)")[0][0]
+        text = "SELECT count(*) FROM votes WHERE choice != 'skip' AND pair NOT IN (SELECT id FROM asked)"
+        return pairs, self._rows(text)[0][0]
 
     def rater(self, name: object) -> str:
         """A rater's name as first written: "ann" is "Ann", if she is known. Raises UsageError like `check_name`."""
@@ -177,8 +195,8 @@ class PreferenceStore:
             self._db.execute("DELETE FROM votes WHERE rater = ? AND choice = 'skip'", (rater,))
 
     def order(self, rater: str) -> list[str]:
-        """The ids of all pairs in this rater's order."""
-        ids = [row[0] for row in self._rows("SELECT id FROM pairs ORDER BY place")]
+        """The ids of the pairs that are asked, in this rater's order."""
+        ids = [row[0] for row in self._rows("SELECT id FROM asked ORDER BY place")]
         return sorted(ids, key=lambda pair: hashlib.sha256(f"order {rater} {pair}".encode()).digest())
 
     def next_pair(self, rater: str) -> str | None:
@@ -208,16 +226,16 @@ class PreferenceStore:
 
     def progress(self, rater: str) -> dict[str, int]:
         """Numbers of pairs, of this rater's votes and of those that they skipped."""
-        whole = self._rows("SELECT count(*) FROM pairs")[0][0]
-        done, skipped = self._rows(
-            "SELECT count(*), coalesce(sum(choice = 'skip'), 0) FROM votes WHERE rater = ?", (rater,)
-        )[0]
+        whole = self._rows("SELECT count(*) FROM asked")[0][0]
+        text = "SELECT count(*), coalesce(sum(choice = 'skip'), 0) FROM votes WHERE rater = ? AND pair IN "
+        done, skipped = self._rows(text + "(SELECT id FROM asked)", (rater,))[0]
         return {"pairs": whole, "done": done, "skipped": skipped}
 
     def votes(self) -> dict[str, dict[str, str]]:
         """pair -> rater -> "first", "second" or "tie"; skipped pairs are left out."""
         found: dict[str, dict[str, str]] = {}
-        for pair, rater, choice in self._rows("SELECT pair, rater, choice FROM votes WHERE choice != 'skip'"):
+        text = "SELECT pair, rater, choice FROM votes WHERE choice != 'skip' AND pair IN (SELECT id FROM asked)"
+        for pair, rater, choice in self._rows(text):
             found.setdefault(pair, {})[rater] = choice
         return found
 
@@ -236,7 +254,7 @@ class PreferenceStore:
             raise UsageError(f"{path} is part of {source}, where the pairs are; export to another file.")
         rows = self._rows(
             "SELECT p.prompt, p.first, p.second, p.grp, v.choice, v.rater, v.why, v.swapped, v.seconds, v.voted "
-            "FROM votes v JOIN pairs p ON p.id = v.pair WHERE v.choice != 'skip' ORDER BY p.place, v.rater"
+            "FROM votes v JOIN asked p ON p.id = v.pair WHERE v.choice != 'skip' ORDER BY p.place, v.rater"
         )
         lines = []
         for prompt, first, second, group, choice, rater, why, swapped, seconds, voted in rows:

@@ -60,6 +60,8 @@ SOCKET = "gateway.sock"
 """The gateway's Unix socket for agents in rooms; beside the store, or in its own folder if that path is too long."""
 LONGEST_PATH = 90
 """Bytes of the path of a Unix socket."""
+CANCEL_SECONDS = 1.0
+"""Longest time to tell task services that their rollouts end."""
 ENV_THREADS = 64
 """Environments that may run at the same time; each mostly waits for the sandbox."""
 
@@ -126,7 +128,7 @@ async def _serve(job: RolloutJob, control: TextIO) -> None:
             await fleet.start()
             if job.weights or launch.engine_urls:
                 await fleet.load(folder, job.weights, job.parts)
-            key, key_file = admin_key_of(None, Path(job.store))
+            key, key_file = admin_key_of(find_key("admin", None, None), Path(job.store))
             pool = EnginePool(fleet.sources, tokenizer.vocab_size, most)
             gateway = Gateway(pool, store, tokenizer, key, stage.max_context, fitted(LIMITS, files=2))
             url = url_of(listener)
@@ -168,8 +170,10 @@ async def _serve(job: RolloutJob, control: TextIO) -> None:
 
 
 async def _end(register: ServiceRegister, running: asyncio.Task[None]) -> None:
-    register.close()  # first: else rollouts wait for services that do not answer
-    running.cancel()
+    running.cancel()  # first: without their services the rollouts would count as lost
+    await asyncio.wait({running}, timeout=CANCEL_SECONDS)
+    register.close()
+    running.cancel()  # what still waits for a service that hangs
     with contextlib.suppress(asyncio.CancelledError):
         await running
 

@@ -333,6 +333,8 @@ class LiveRollouts:
                 log.exception("The engines' load could not be read.")
                 continue
             self._warn_of_standstill()
+            for service in self.services:
+                service.check_offered()
             if self.trace is not None:
                 self.trace.count("engines", running=self.signals.running, waiting=self.signals.waiting)
                 self.trace.count("rollouts", **Counter(job.stage for job in self.jobs.values()))

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from glm5.chat.tokenizer import Tokenizer
+from glm5.config.model import GLM5Config
 from glm5.engine.engine import Engine
 from glm5.errors import CheckpointError, Glm5Error, UsageError
 from glm5.obs.logs import get_logger
@@ -26,14 +27,14 @@ from glm5.rollout.gateway import Gateway
 from glm5.rollout.gateway_app import create_gateway
 from glm5.rollout.store import Store
 from glm5.serve.access import KEY_ALONE, hosts_answered
-from glm5.serve.connection import Server, ServerConfig, address_error, announce, bind, bind_path, fitted, url_of
+from glm5.serve.connection import SPARE, Server, ServerConfig, address_error, announce, bind, bind_path, fitted, url_of
 from glm5.serve.engine_thread import EngineThread
 from glm5.serve.keys import find_key
 from glm5.serve.options import EngineOptions, Limits
 from glm5.serve.samples import Delta
 
 log = get_logger("gateway")
-LIMITS = Limits(requests=4096, samples=1024, header_seconds=60)
+LIMITS = Limits(connections=4096 + SPARE, requests=4096, samples=1024, header_seconds=60)
 PROBE_SECONDS = 5.0
 """Pause between two attempts to reach the engines that were down at the start."""
 
@@ -80,21 +81,25 @@ def run(
 
     Raises:
         UsageError: neither a directory nor engines; an address in use; no engine answers.
-        CheckpointError: the directory has no usable model or tokenizer.
+        CheckpointError, ConfigError: the directory has no usable model or tokenizer.
         StoreError: the store cannot be opened or is in use.
     """
     if directory is None and not engines:
         raise UsageError("Give a checkpoint directory, or the engines with --engines URL.")
+    # All that the arguments alone tell comes before the first file is made.
+    given = find_key("admin", None, admin_key_file)
+    if directory is not None and not engines:
+        _check(directory)
     limits = fitted(limits, files=2)
     with bind(host, port) as listener, contextlib.ExitStack() as stack:
         listeners = [listener]
         if socket_path is not None:
             listeners.append(stack.enter_context(bind_path(socket_path)))
-        kept = stack.enter_context(Store(store))
-        key, key_file = admin_key_of(admin_key_file, store)
         if engines:
             sources, tokenizer, length = _remote(engines, engine_key, directory)
-        else:
+        kept = stack.enter_context(Store(store))
+        key, key_file = admin_key_of(given, store)
+        if not engines:
             assert directory is not None
             sources, tokenizer, length = stack.enter_context(_local(directory, options or EngineOptions(), limits))
         pool = EnginePool(sources, tokenizer.vocab_size, limits.samples)
@@ -120,11 +125,17 @@ def run(
             raise address_error(error, host, port) from None
 
 
+def _check(directory: Path) -> None:
+    """Raise for a directory that is no checkpoint with a tokenizer, without loading it."""
+    GLM5Config.load(directory)
+    if not (directory / "tokenizer.json").is_file():
+        raise CheckpointError(f"{directory} has no tokenizer.json; a gateway needs one.")
+
+
 @contextlib.contextmanager
 def _local(directory: Path, options: EngineOptions, limits: Limits) -> Iterator[_Sources]:
     engine = in_own_thread(partial(Engine.from_pretrained, directory, **asdict(options)))
-    if engine.tokenizer is None:
-        raise CheckpointError(f"{directory} has no tokenizer.json; a gateway needs one.")
+    assert engine.tokenizer is not None  # see `_check`
     thread = EngineThread(engine, limits.samples)
     thread.start()
     try:
@@ -174,10 +185,9 @@ def join(sources: list[TokenSource], key: str | None, gateway: Gateway, ended: t
                 log.info("The engine %s has joined.", source.name)
 
 
-def admin_key_of(file: Path | None, store: Path) -> tuple[str, Path | None]:
+def admin_key_of(given: str | None, store: Path) -> tuple[str, Path | None]:
     """The admin key, and the path of its file if we created it, else None. A created key is reused after a restart,
     because the keys of sessions depend on it."""
-    given = find_key("admin", None, file)
     if given is not None:
         return given, None
     path = store.with_name(store.name + ".admin-key")

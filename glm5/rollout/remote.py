@@ -53,6 +53,8 @@ MOST_BYTES = 8 << 20
 """Longest answer with events."""
 ANSWER_SECONDS = 10.0
 """Longest time in which a service must answer, beside the waiting time of `GET /events`."""
+ABSENT_SECONDS, ABSENT_AGAIN_SECONDS = 10.0, 600.0
+"""After so long without a service for a family the log says so, and again after the second time."""
 
 
 @dataclass
@@ -246,6 +248,7 @@ class RemoteService(SessionTaskService):
     ) -> None:
         self._family, self._problem_of, self._register, self._gateway = family, problem_of, register, gateway
         self._seconds, self._base_url, self.options = seconds, base_url, asdict(limits)
+        self._tell_absence: float | None = None  # when; None while a service offers the family
 
     @property
     def capacity(self) -> int | None:  # type: ignore[override]
@@ -254,6 +257,21 @@ class RemoteService(SessionTaskService):
     @property
     def offered(self) -> bool:  # type: ignore[override]
         return self._register.offers(self._family)
+
+    def check_offered(self) -> None:
+        now = time.monotonic()
+        if self.offered:
+            self._tell_absence = None
+        elif self._tell_absence is None:
+            self._tell_absence = now + ABSENT_SECONDS
+        elif now >= self._tell_absence:
+            self._tell_absence = now + ABSENT_AGAIN_SECONDS
+            log.warning(
+                "No task service offers the family %s; its rollouts wait for one. Start it with the same "
+                "GLM5_ADMIN_KEY, as in `python examples/live_rl.py %s` (see docs/agentic-rl.md).",
+                self._family,
+                self._base_url(),
+            )
 
     async def run(self, job: Job) -> Result:
         problem: RemoteProblem = self._problem_of(job.rollout.family, job.rollout.place)[0]

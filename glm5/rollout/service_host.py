@@ -102,13 +102,20 @@ class Host:
         except (TimeoutError, EnvironmentTimeout):
             reward, outcome, detail = 0.0, str(Outcome.TRUNCATED), {"cut": "time"}
         except Exception as error:
-            log.exception("The rollout %s failed.", run.run_id)
+            if await _is_over(run):
+                log.info("The rollout %s was cancelled: its session is closed, or the gateway is gone.", run.run_id)
+            else:
+                log.exception("The rollout %s failed.", run.run_id)
             text = f"{type(error).__name__}: {text_of(error)}"[:MOST_ERROR_TEXT]
             reward, outcome, detail = 0.0, str(Outcome.ENV_ERROR), {"cause": "crash", "error": text}
         self._last += 1
         ended = {"id": self._last, "run_id": run.run_id, "reward": reward, "outcome": outcome}
         self.events.append({**ended, "detail": detail})
         self._tasks.pop(run.run_id, None)
+        self.wake()
+
+    def wake(self) -> None:
+        """End the waiting for events."""
         self._arrived.set()
         self._arrived = asyncio.Event()
 
@@ -117,6 +124,18 @@ class Host:
         if not isinstance(problem, AgentProblem):
             raise UsageError(f"{run.family}: {type(problem).__name__} is not an AgentProblem.")
         return play_agent(problem, run.base_url, run.api_key)
+
+
+async def _is_over(run: Run) -> bool:
+    """Whether the gateway has closed the session of a rollout or is gone. Then nobody waits for the rollout, and what
+    its agent raised is no failure."""
+    try:
+        async with _client(run.base_url, run.api_key) as client:
+            return (await client.get("/models")).status_code in (401, 404, 410)  # 401 and 404: of another run
+    except (httpx.NetworkError, httpx.RemoteProtocolError):
+        return True
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError):
+        return False
 
 
 def create_service(host: Host, key: str) -> FastAPI:
@@ -155,6 +174,18 @@ def create_service(host: Host, key: str) -> FastAPI:
     return app
 
 
+class _Server(Server):
+    """Answers who waits for events before it stops: it would wait for them, then break off with a traceback."""
+
+    def __init__(self, config: ServerConfig, host: Host) -> None:
+        super().__init__(config, lambda _: None)
+        self._host = host
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._host.wake()
+        await super().shutdown(sockets)
+
+
 def serve(
     families: Mapping[str, Family],
     gateway: str,
@@ -181,7 +212,8 @@ def serve(
             "key": key,
         }
         body |= {"families": sorted(families), "capacity": capacity}
-        app = create_service(Host(families, threads), key)
+        played = Host(families, threads)
+        app = create_service(played, key)
 
         @contextlib.asynccontextmanager
         async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -191,19 +223,19 @@ def serve(
             if "registration" not in body:
                 return
             with contextlib.suppress(httpx.HTTPError):
-                async with _admin(gateway, admin_key) as client:
+                async with _client(gateway, admin_key) as client:
                     mine = {"registration": body["registration"]}  # another process may have taken the name
                     await client.delete(f"/services/{body['name']}", params=mine)
 
         app.router.lifespan_context = lifespan
         with contextlib.suppress(KeyboardInterrupt):
-            Server(ServerConfig(app, Limits(), 1.0), lambda _: None).run(sockets=[listener])
+            _Server(ServerConfig(app, Limits(), 1.0), played).run(sockets=[listener])
 
 
 async def _renew(gateway: str, admin_key: str, body: dict[str, Any]) -> None:
     """Register, and renew the lease for ever."""
-    known = False
-    async with _admin(gateway, admin_key) as client:
+    known: bool | None = None  # None: it has not been tried
+    async with _client(gateway, admin_key) as client:
         while True:
             pause = RETRY_SECONDS
             try:
@@ -217,12 +249,16 @@ async def _renew(gateway: str, admin_key: str, body: dict[str, Any]) -> None:
                 else:
                     log.error("The gateway refused this service: %.300s", answer.text)
             except httpx.HTTPError as error:
-                if known:
-                    log.warning("The gateway %s does not answer: %s", gateway, type(error).__name__)
+                if known is not False:
+                    log.warning(
+                        "The gateway %s does not answer (%s); this service registers when it does.",
+                        gateway,
+                        type(error).__name__,
+                    )
                 known = False
             await asyncio.sleep(pause)
 
 
-def _admin(gateway: str, key: str) -> httpx.AsyncClient:
+def _client(url: str, key: str) -> httpx.AsyncClient:
     headers = {"authorization": f"Bearer {key}"}
-    return httpx.AsyncClient(base_url=gateway, headers=headers, timeout=10.0, trust_env=False)
+    return httpx.AsyncClient(base_url=url, headers=headers, timeout=10.0, trust_env=False)

@@ -94,6 +94,9 @@ class TaskService(ABC):
         """What a rollout does now (see `waits.CAUSES`)."""
         return job.stage
 
+    def check_offered(self) -> None:  # noqa: B027
+        """Log it if its families have not been offered for long. Called again and again."""
+
     @abstractmethod
     async def run(self, job: Job) -> Result:
         """Play a rollout to its end. Its turns are in the store before this returns. A cancelled run must stop what it

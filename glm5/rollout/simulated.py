@@ -74,6 +74,9 @@ class SlowService(TaskService):
     def offered(self) -> bool:  # type: ignore[override]
         return self._service.offered
 
+    def check_offered(self) -> None:
+        self._service.check_offered()
+
     def oldest(self, job: Job) -> int | None:
         return self._service.oldest(job)
 

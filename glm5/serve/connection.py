@@ -58,9 +58,10 @@ TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length
 def fitted(limits: Limits, files: int = 1, others: int = RESERVED_FILES) -> Limits:
     """Limits that the file descriptors of this process allow: `files` per connection, and `others` for everything else.
     Raises the soft limit of the process first."""
-    most = min(limits.connections, max(2 * SPARE, (free_files() - others) // files))
+    allowed = max(2 * SPARE, (free_files() - others) // files)
+    most = min(limits.connections, allowed)
     requests = min(limits.requests, most - SPARE)
-    if requests < limits.requests:
+    if allowed - SPARE < limits.requests / 2:  # nobody misses a few
         log.warning("File descriptors allow %d requests at once, not %d; see ulimit -n.", requests, limits.requests)
     return replace(limits, connections=most, requests=requests)
 
@@ -135,7 +136,7 @@ def _in_use(path: Path) -> bool:
 def address_error(error: OSError | OverflowError, host: str, port: int) -> UsageError:
     if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
         return UsageError(f"Port {port} on {host} is in use; choose another one with --port.")
-    return UsageError(f"Cannot serve on {host}:{port}: {error}.")
+    return UsageError(f"Cannot serve on {host}:{port}: {str(error).rstrip('.')}.")
 
 
 def url_of(listener: socket.socket) -> str:

@@ -269,6 +269,15 @@ def test_hostile_replies(repo: Path, tmp_path: Path) -> None:
     assert snapshot(tmp_path) | before == snapshot(tmp_path) and not (tmp_path / "escaped").exists()
 
 
+def test_a_context_that_is_too_short_for_the_first_prompt(repo: Path, tmp_path: Path) -> None:
+    with ScriptedModel(FIX) as model:
+        model.refuse = [(400, '{"error": {"message": "The prompt has 1750 tokens, the limit is 1023; shorten it."}}')]
+        with opened(settings_for("Fix add.", repo, model.url), model, tmp_path / "log") as agent:
+            outcome = agent.run()
+    assert outcome.reason == "endpoint" and outcome.turns == 0
+    assert "limit is 1023" in outcome.summary and "need a model with more context" in outcome.summary
+
+
 def test_an_endpoint_that_misbehaves(repo: Path, tmp_path: Path) -> None:
     with ScriptedModel(FIX) as model:
         endpoint = Endpoint(model.url + "/v1/", pauses=(0.01,))

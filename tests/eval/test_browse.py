@@ -201,13 +201,38 @@ def test_a_model_is_asked_in_the_form_of_its_training(
         (("--tokenizer", "x"), "take --tokenizer;"), (("--dense", "--device", "cpu"), "take --dense, --device;"),
         (("--set", "max_turns=3"), "use --limit max_turns"), (("--set", "strict=true"), "a wrong call ends no session"),
         (("--set", 'stop=["x"]'), "stop: browse does not take it"), (("--set", "plain=true"), "agents chat"),
-        (("--limit", "max_context=9"), "browse takes max_tokens, max_turns"),
+        (("--limit", "max_context=9"), "browse takes max_tokens and max_turns;"),
+        *((("--limit", f"{name}={number}"), "is not a whole number from 1 to") for name, number in (
+            ("max_turns", "x"), ("max_turns", "0"), ("max_turns", "1.5"), ("max_turns", "true"),
+            ("max_tokens", "99999999999999"), ("max_tokens", "-1"))),
+        (("--set", "session_tokens=-5"), "session_tokens=-5: it is not negative"),
+        (("--set", "split=test"), "split=test: it is one of"),
     ],
 )  # fmt: skip
 def test_options_that_would_change_nothing_are_refused(built: Path, more: tuple[str, ...], said: str) -> None:  # noqa: F811
     command = ["eval", "http://127.0.0.1:9", "--suite", "browse", "--set", f"folder={built}", *more]
     done = CliRunner().invoke(app, command)
     assert isinstance(done.exception, UsageError) and said in str(done.exception)
+
+
+def test_folders_and_options_of_the_family_are_named(built: Path) -> None:  # noqa: F811
+    def said(*more: str) -> str:
+        return str(CliRunner().invoke(app, ["eval", "http://127.0.0.1:9", "--suite", "browse", *more]).exception)
+
+    assert "needs its option folder" in said() and "there is no folder 'missing'" in said("--set", "folder=missing")
+    assert 'has no option "shufled" (did you mean "shuffled"?); it has folder, depths' in said(
+        "--set", f"folder={built}", "--set", "shufled=true"
+    )
+    assert "is the build itself" in said("--set", f"folder={built}", "--out", str(built))
+
+
+def test_without_any_answer_the_fault_is_said(built: Path) -> None:  # noqa: F811
+    with ScriptedModel([Say("Oslo")]) as model:
+        model.refuse = [(400, '{"error": {"message": "no such model"}}')] * 2
+        command = ["eval", model.url, "--suite", "browse", "--problems", "2", "--set", f"folder={built}", "--json"]
+        done = CliRunner().invoke(app, command)
+    found = json.loads(done.stdout)["browse"]
+    assert done.exit_code == 1 and (found["n"], found["errors"]) == (0, 2) and "no such model" in found["error"]
 
 
 def test_lm_eval_refuses_options_too(tmp_path: Path) -> None:

@@ -119,6 +119,13 @@ def test_a_recipe_can_be_read(name: str) -> None:
     assert load_recipe(EXAMPLES / f"{name}.toml", RunRecipe).stages
 
 
+def test_a_task_service_without_a_key_says_what_to_do() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "GLM5_ADMIN_KEY"}
+    command = [sys.executable, str(EXAMPLES / "live_rl.py")]
+    done = subprocess.run(command, env={**environment, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("Set GLM5_ADMIN_KEY") and done.stderr.count("\n") == 1
+
+
 @pytest.mark.slow
 def test_two_teachers(tmp_path: Path) -> None:
     sets = [*QUICK, "stages.calls.optim.steps=2", "stages.calls.conversations=20", "stages.calls.rows=2"]

@@ -83,7 +83,9 @@ def test_an_interrupt_leaves_nothing_behind(live: Make) -> None:
 
 
 @pytest.mark.slow
-def test_a_task_service_comes_leaves_and_comes_again(live: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_service_comes_leaves_and_comes_again(
+    live: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The agent of a user's own program is trained on, over HTTP; its process is killed once."""
     monkeypatch.setenv("GLM5_ADMIN_KEY", "key-for-this-test-only")
     with socket.socket() as probe:
@@ -98,10 +100,12 @@ def test_a_task_service_comes_leaves_and_comes_again(live: Make, monkeypatch: py
     run.wait_for_results(8)
     first.kill()
     first.wait()
-    second = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    said = tmp_path / "service.txt"
+    with said.open("w") as errors:
+        second = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=errors)
     run.finish(120)
     second.send_signal(signal.SIGINT)
-    assert second.wait(20) == 0
+    assert second.wait(20) == 0 and "Traceback" not in said.read_text()
     run.check()
     turns = run.query("SELECT count(*) FROM turns JOIN sessions s ON s.id = session WHERE trained IS NOT NULL")
     assert turns == [(4 * 2 * 4,)]  # updates, prompts, group

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import sqlite3
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from glm5.cli import app
 from glm5.data.sft import read_conversations
 from glm5.errors import DataError, UsageError
 from glm5.preferences.agreement import cohen_kappa, krippendorff_alpha, pairwise_kappas
-from glm5.preferences.app import create_app, page_text, serve_page
+from glm5.preferences.app import bind_local, create_app, page_text
 from glm5.preferences.report import agreement_report
 from glm5.preferences.rows import Pair, read_anchors, read_pairs, read_preferences
 from glm5.preferences.store import CONSENT_HASH, PreferenceStore, swaps
@@ -106,11 +109,21 @@ def test_pairs_of_files_and_folders(tmp_path: Path) -> None:
         ('{"prompt": "p", "answers": ["\\ud800", "a"]}', "surrogate"),
         ('{"prompt": "p", "answers": ["a", "b"], "class": 3}', '"class" must be'),
         ("[" * 100_000, "nested too deeply"),
+        (b'{"prompt": "caf\x90"}', "not UTF-8.$"),
     ],
 )
-def test_bad_lines_are_named(tmp_path: Path, line: str, said: str) -> None:
+def test_bad_lines_are_named(tmp_path: Path, line: str | bytes, said: str) -> None:
+    path = write(tmp_path / "pairs.jsonl", {"prompt": "p", "answers": ["a", "b"]})
+    path.write_bytes(path.read_bytes() + (line if isinstance(line, bytes) else line.encode()))
     with pytest.raises(DataError, match=rf"pairs.jsonl:2.*{said}"):
-        read_pairs(write(tmp_path / "pairs.jsonl", {"prompt": "p", "answers": ["a", "b"]}, line))
+        read_pairs(path)
+
+
+@pytest.mark.parametrize(("read", "what"), [(read_pairs, "pairs"), (read_preferences, "votes")])
+def test_missing_files_are_called_what_they_are(tmp_path: Path, read: Callable[[Path], Any], what: str) -> None:
+    for source in (tmp_path, tmp_path / "none.jsonl"):
+        with pytest.raises(DataError, match=f"give a JSONL file of {what}"):
+            read(source)
 
 
 def test_votes_become_preferences(tmp_path: Path) -> None:
@@ -168,6 +181,40 @@ def test_votes_are_kept_changed_and_forgotten(store: PreferenceStore) -> None:
     with PreferenceStore(store.path) as other:  # another process, at the same time
         assert other.card("Ada", order[1]).choice == "right"
     assert store.forget("Ada") == 3 and not store.agreed("Ada") and store.votes() == {}
+
+
+def test_only_the_pairs_of_the_last_start_are_asked(tmp_path: Path) -> None:
+    """Also in the order and with the classes of the last start; votes on the others come back with their pairs."""
+    first = [Pair(name, "a", "b", "x") for name in "pqr"]
+    later = [Pair("r", "a", "b", "y"), Pair("p", "a", "b, edited", "x"), first[1]]
+    path, out = tmp_path / "votes.sqlite", tmp_path / "votes.jsonl"
+    with PreferenceStore(path) as store:
+        assert store.add_pairs(first) == 3 and store.left_out() == (0, 0)
+        store.agree("Ada", CONSENT_HASH)
+        for pair in first:
+            store.vote("Ada", pair.id, "tie")
+    with PreferenceStore(path) as store:
+        assert store.add_pairs(later) == 1 and store.left_out() == (1, 1)
+        assert store.next_pair("Ada") == later[1].id and sorted(store.order("Ada")) == sorted(p.id for p in later)
+        assert store.progress("Ada") == {"pairs": 3, "done": 2, "skipped": 0}
+        assert set(store.votes()) == {first[1].id, first[2].id} and store.export(out) == 2
+        rows = [json.loads(line) for line in out.read_text().splitlines()]
+        assert [(row["prompt"], row["class"]) for row in rows] == [("r", "y"), ("q", "x")]
+        with PreferenceStore(path) as other:
+            assert other.add_pairs(first) == 0 and len(other.votes()) == 3
+
+
+def test_adding_pairs_takes_steps_in_proportion(tmp_path: Path) -> None:
+    """Of SQLite's machine: a scan of the table for each pair would make them 16 times as many for 4 times the pairs."""
+
+    def steps(count: int) -> int:
+        calls = list[int]()
+        with PreferenceStore(tmp_path / f"{count}.sqlite") as store:
+            store._db.set_progress_handler(lambda: calls.append(1), 20)
+            store.add_pairs([Pair(str(i), "a", "b") for i in range(count)])
+        return len(calls)
+
+    assert 0 < steps(800) < 6 * steps(200)
 
 
 def test_sides_are_drawn_for_each_rater(store: PreferenceStore) -> None:
@@ -341,9 +388,24 @@ def test_the_page_names_no_other_place() -> None:
     assert "http://" not in text and "https://" not in text and "innerHTML" not in text and "{{" not in text
 
 
-def test_only_this_machine(store: PreferenceStore) -> None:
+def test_only_this_machine() -> None:
     with pytest.raises(UsageError, match="no password"):
-        serve_page(store, "", "0.0.0.0", 0, False)
+        bind_local("0.0.0.0", 0)
+
+
+def test_a_refused_address_or_folder_leaves_no_store(tmp_path: Path) -> None:
+    source = write(tmp_path / "pairs.jsonl", {"prompt": "p", "answers": ["a", "b"]})
+    with contextlib.closing(bind_local("127.0.0.1", 0)) as taken:
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        for options, said in (
+            (["--host", "0.0.0.0"], "no password"),
+            (["--port", port], port),
+            (["--port", "0", "--store", str(tmp_path / "none/x.sqlite")], "none does not exist"),
+        ):
+            done = CliRunner().invoke(app, ["prefer", str(source), *options])
+            assert isinstance(done.exception, UsageError) and said in str(done.exception)
+            assert done.output == "" and [*tmp_path.iterdir()] == [source]
 
 
 def test_votes_from_several_threads(store: PreferenceStore) -> None:
@@ -372,6 +434,10 @@ def test_the_verb_exports_and_reports(tmp_path: Path) -> None:
     assert isinstance(missing.exception, UsageError) and "no votes yet" in str(missing.exception)
     with PreferenceStore(tmp_path / "pairs.sqlite") as store:
         store.add_pairs(read_pairs(source))
+        for option in (["--agreement"], ["--export", str(tmp_path / "out.jsonl")]):
+            missing = run.invoke(app, ["prefer", str(source), *option])
+            assert isinstance(missing.exception, UsageError) and "no votes yet" in str(missing.exception)
+            assert not (tmp_path / "out.jsonl").exists()
         for rater in ("Ada", "Ben"):
             store.agree(rater, CONSENT_HASH)
             store.vote(rater, store.order(rater)[0], "tie")
@@ -379,6 +445,30 @@ def test_the_verb_exports_and_reports(tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     assert found["exported"] == 2 and found["ties"] == 2 and found["krippendorff_alpha"] is None
     assert json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0])["tie"] is True
+    write(source, {"prompt": "p", "answers": ["a", "edited"]})
+    left = run.invoke(app, ["prefer", str(source), "--agreement"])
+    assert isinstance(left.exception, UsageError) and "no votes yet" in str(left.exception)
+    assert "(2 are on other pairs)" in str(left.exception)
+
+
+def test_the_verb_says_what_is_left_out_and_rounds(
+    tmp_path: Path, store: PreferenceStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rater, sides in (("Ada", "ftff"), ("Ben", "ttft")):
+        store.agree(rater, CONSENT_HASH)
+        for pair, side in zip(store.order("Ada"), sides, strict=True):
+            first = "right" if swaps(rater, pair) else "left"
+            store.vote(rater, pair, "tie" if side == "t" else first)
+    cards = [store.card("Ada", pair) for pair in store.order("Ada")]
+    source = write(tmp_path / "pairs.jsonl", *({"prompt": c.prompt, "answers": [c.left, c.right]} for c in cards[:3]))
+    line = ["prefer", str(source), "--store", str(store.path)]
+    exact, shown = (CliRunner().invoke(app, [*line, "--agreement", *end]).stdout for end in (["--json"], []))
+    found = json.loads(exact)
+    assert found["pairs"] == 3 and found["votes_on_other_pairs"] == 2 and found["cohen_kappa"][0]["kappa"] > 0.3999
+    assert re.search(r"^krippendorff_alpha +0\.444$", shown, re.M) and not re.search(r"\d\.\d{4}", shown)
+    monkeypatch.setattr("glm5.preferences.app.serve_page", lambda *_: None)
+    done = CliRunner().invoke(app, [*line, "--port", "0"])
+    assert "3 pairs (0 new)" in done.stderr and f"1 more, not asked because not in {source}." in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -400,10 +490,13 @@ def test_an_export_overwrites_none_of_its_inputs(tmp_path: Path, source: str, ex
     (tmp_path / "link").symlink_to(pairs)
     (tmp_path / "hard").hardlink_to(pairs)
     store = tmp_path / ("preferences.sqlite" if source == "." else "pairs.sqlite")
-    PreferenceStore(store).__exit__()
+    with PreferenceStore(store) as votes:
+        votes.add_pairs(read_pairs(pairs))
+        votes.agree("Ada", CONSENT_HASH)
+        votes.vote("Ada", votes.order("Ada")[0], "tie")
     before = {path: path.read_bytes() for path in (pairs, store)}
     done = CliRunner().invoke(app, ["prefer", str(tmp_path / source), "--export", str(tmp_path / export)])
     assert isinstance(done.exception, UsageError) and "export to another file" in str(done.exception)
     assert before[pairs] == pairs.read_bytes() and not (tmp_path / "deeper").exists()
     with PreferenceStore(store) as votes:
-        assert votes.export(tmp_path / "out.txt", tmp_path) == 0
+        assert votes.export(tmp_path / "out.txt", tmp_path) == 1

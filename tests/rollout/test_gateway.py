@@ -19,8 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from glm5.chat.tokenizer import Tokenizer
-from glm5.errors import RequestFailed
-from glm5.rollout import check
+from glm5.config.model import GLM5Config
+from glm5.errors import Glm5Error, RequestFailed
+from glm5.rollout import check, process
 from glm5.rollout import engines as engines_module
 from glm5.rollout.engine_events import EngineLost, Reading, refused
 from glm5.rollout.samples import summary
@@ -358,6 +359,26 @@ def test_the_conformance_kit(opened: Open, monkeypatch: pytest.MonkeyPatch) -> N
     play(run())
 
 
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"directory": "missing"}, "give a checkpoint directory"),
+        ({"directory": "words"}, "has no tokenizer.json"),
+        ({"directory": "words", "admin_key_file": "missing"}, "Cannot read the key file"),
+        ({"engines": ["http://127.0.0.1:1"]}, "http://127.0.0.1:1"),
+    ],
+    ids=str,
+)
+def test_a_gateway_that_cannot_start_makes_no_file(arguments: dict[str, Any], match: str, tmp_path: Path) -> None:
+    config = GLM5Config.preset("nano").to_dict()
+    (tmp_path / "words").mkdir()
+    (tmp_path / "words" / "config.json").write_text(json.dumps(config))
+    given = {name: tmp_path / value if name != "engines" else value for name, value in arguments.items()}
+    with pytest.raises(Glm5Error, match=match):
+        process.run(given.pop("directory", None), given.pop("engines", []), tmp_path / "s.db", port=0, **given)
+    assert [path.name for path in tmp_path.iterdir()] == ["words"]
+
+
 def test_a_request_that_meets_a_close_ends(opened: Open) -> None:
     """Whether its generation has begun or not; its session is free afterwards."""
 
@@ -374,6 +395,7 @@ def test_a_request_that_meets_a_close_ends(opened: Open) -> None:
                 await setting.gateway.end(name)
                 answer = await asyncio.wait_for(request, 20)
                 assert answer.status_code == 410 and not session.calls and not session.requests
+                assert (await agent.get("models")).status_code == 410  # task services ask so whether it is closed
 
             (call,) = [Call(b"x")]  # a change between the check and the wait is not missed
             waiting = call.change()

@@ -28,7 +28,7 @@ from glm5.errors import EnvironmentTimeout, GradingError
 from glm5.obs.live_view import LiveView
 from glm5.records import Outcome, SamplingParams, StepResult, Trajectory
 from glm5.rl.rollout_process import _end
-from glm5.rollout import remote, services
+from glm5.rollout import remote, service_host, services
 from glm5.rollout.admission import Admission
 from glm5.rollout.agent_service import AgentService
 from glm5.rollout.engines import EnginePool
@@ -40,8 +40,9 @@ from glm5.rollout.orchestrator import Orchestrator, Rollout
 from glm5.rollout.remote import RemoteService, ServiceRegister, step_of
 from glm5.rollout.samples import rows_of
 from glm5.rollout.service_host import Host, Run
-from glm5.rollout.services import FamilyService, Job, LostRollout, TaskService
+from glm5.rollout.services import FamilyService, Job, LostRollout, Result, TaskService
 from glm5.rollout.session import SessionOptions
+from glm5.rollout.simulated import SlowService
 from glm5.rollout.status import status_of
 from glm5.rollout.store import Store
 from glm5.rollout.store_reader import StoreError
@@ -85,6 +86,7 @@ class Live:
     engine: ScriptedEngine
     fleet: OneEngine
     store: Store
+    running: asyncio.Task[None]
     cursor: int = 0
     seen: list[Trajectory] = field(default_factory=list)
 
@@ -130,7 +132,7 @@ def live(tokenizer: Tokenizer, tmp_path: Path) -> Open:
             rollouts.restore(version)
             running = asyncio.create_task(rollouts.run())
             try:
-                yield Live(rollouts, scripted, fleet, store)
+                yield Live(rollouts, scripted, fleet, store, running)
             finally:
                 running.cancel()
                 await asyncio.gather(running, return_exceptions=True)
@@ -229,6 +231,12 @@ def test_export_has_messages_and_samples(live: Open, tmp_path: Path, capsys: pyt
         assert [message["role"] for message in row["turns"][0]["messages"]] == ["user", "assistant"]
         assert row["tokens_lost"] == 0 and sum(row["samples"][0]["loss_mask"]) == row["tokens_sampled"] > 0
         assert row["turns"][0]["finish"] in ("stop", "length") and row["closed"]
+
+
+def test_an_export_of_nothing_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Store(tmp_path / "none.db").close()
+    cli.app(["gateway", "export", "--store", str(tmp_path / "none.db")], standalone_mode=False)
+    assert capsys.readouterr() == ("", f"{tmp_path / 'none.db'} has no sessions.\n")
 
 
 def test_a_restart_hands_out_what_was_not_used_and_plays_the_rest(live: Open) -> None:
@@ -550,8 +558,11 @@ class FakeService:
     def __init__(self, say: Callable[[dict[str, Any]], Any], status: int = 202) -> None:
         self.say, self.status = say, status
         self.runs: list[dict[str, Any]] = []
+        self.cancelled: list[str] = []
 
     def answer(self, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
+        if path == "/cancel":
+            self.cancelled.append(json.loads(body)["run_id"])
         if path == "/run":
             if self.status < 300:
                 self.runs.append(json.loads(body))
@@ -635,6 +646,54 @@ def test_the_end_does_not_wait_for_a_service_that_hangs() -> None:
     run(test())
 
 
+def test_the_end_of_a_run_cancels_its_rollouts(
+    live: Open, served: dict[str, FakeService], caplog: pytest.LogCaptureFixture
+) -> None:
+    register = ServiceRegister(lambda: None)
+
+    class Elsewhere(TaskService):
+        async def run(self, job: Job) -> Result:
+            raise AssertionError(await register.run("sums", {"run_id": job.session}))
+
+    async def test() -> None:
+        served["a"] = FakeService(lambda run: {"id": run["id"], "run_id": "another"})
+        register.register("a", "http://a", "", ["sums"], 2)
+        async with live(service=lambda *_: Elsewhere()) as one:
+            one.rollouts.allow(1)
+            while len(served["a"].runs) < 2:
+                await asyncio.sleep(0.01)
+            await _end(register, one.running)
+
+    run(test())
+    assert sorted(served["a"].cancelled) == ["g0.0.0", "g0.1.0"] and not caplog.records
+
+
+def test_a_run_says_once_that_it_waits_for_a_task_service(
+    live: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    register, looks = ServiceRegister(lambda: None), list[int]()
+
+    class Remote(RemoteService):
+        def check_offered(self) -> None:
+            super().check_offered()
+            looks.append(1)
+
+    def make(problem_of: Any, *_: Any) -> TaskService:
+        options: Any = (register, None, SessionOptions(), 5.0, lambda: "http://here:8100")
+        return SlowService(Remote("sums", problem_of, *options), 1.0, 1)
+
+    async def test() -> None:
+        async with live(service=make):
+            while len(looks) < 5:
+                await asyncio.sleep(0.01)
+
+    monkeypatch.setattr("glm5.rollout.live.WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(remote, "ABSENT_SECONDS", 0.0)
+    run(test())
+    (said,) = caplog.messages
+    assert "No task service offers the family sums" in said and "examples/live_rl.py http://here:8100" in said
+
+
 def test_a_new_process_of_a_service_loses_the_rollouts_of_the_old_one(served: dict[str, FakeService]) -> None:
     async def test() -> None:
         register = ServiceRegister(lambda: None)
@@ -688,6 +747,52 @@ def test_the_host_of_a_service_tells_every_end(act: Any, end: tuple[float, str])
             assert (event["reward"], event["outcome"]) == end and json.dumps(event)
 
     run(test())
+
+
+@pytest.mark.parametrize(
+    ("status", "over"), [(200, False), (503, False), (410, True), (404, True), (None, True)], ids=str
+)
+def test_a_rollout_that_is_over_has_no_traceback(
+    status: int | None, over: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The host asks the gateway whether the session is closed; None: nobody listens."""
+    caplog.set_level(logging.INFO, "glm5.service")
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        assert b"GET /v1/models" in await reader.readuntil(b"\r\n\r\n")
+        writer.write(f"HTTP/1.1 {status} Any\r\ncontent-length: 0\r\nconnection: close\r\n\r\n".encode())
+        writer.close()
+
+    async def test() -> None:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        if status is None:
+            server.close()
+        problem: Any = SimpleNamespace(problem=lambda *_: 1 / 0)
+        with EnvThreadPool(1, 5.0) as threads:
+            host, url = Host({"f": problem}, threads), f"http://127.0.0.1:{port}/v1"
+            host.start(Run(run_id="r", family="f", task=0, group=0, base_url=url, api_key="k", seconds=5))
+            (event,) = await asyncio.wait_for(host.later(0, 10), 10)
+            assert event["outcome"] == "env_error"
+        server.close()
+
+    run(test())
+    (record,) = caplog.records
+    assert bool(record.exc_info) is not over and ("cancelled" in record.message) is over
+
+
+def test_a_service_says_once_that_nobody_listens(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(service_host, "RETRY_SECONDS", 0.01)
+
+    async def test() -> None:
+        renewing = asyncio.create_task(service_host._renew("http://127.0.0.1:1", "key", {}))
+        await asyncio.sleep(0.3)
+        renewing.cancel()
+
+    run(test())
+    assert [text.partition(" (")[0] for text in caplog.messages] == ["The gateway http://127.0.0.1:1 does not answer"]
 
 
 def test_a_service_may_outlive_a_run(served: dict[str, FakeService]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from glm5.rollout.process import LIMITS
 from glm5.serve.connection import SPARE, ServerConfig, fitted
 from glm5.serve.options import Limits
 
@@ -217,14 +218,18 @@ def test_no_client_or_proxy_keeps_an_idle_connection_longer_than_the_server() ->
     assert config.timeout_keep_alive > max(httpx.Limits().keepalive_expiry or 0, 90)  # as long as Go's clients
 
 
-def test_limits_follow_the_file_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_follow_the_file_descriptors(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     free: list[int] = [100]
     monkeypatch.setattr("glm5.serve.connection.free_files", lambda: free[0])
     few = fitted(Limits())
     assert few.connections == 68 and few.requests == 68 - SPARE
     assert fitted(Limits(), files=2).connections == 34
+    assert "allow 26 requests at once, not 512" in caplog.text
+    caplog.clear()
     free[0] = 10**6
-    assert fitted(Limits()) == Limits()
+    assert fitted(Limits()) == Limits() and fitted(LIMITS, files=2) == LIMITS
+    free[0] = 8000
+    assert LIMITS.requests > fitted(LIMITS, files=2).requests > 3900 and not caplog.records
     free[0] = 0
     assert fitted(Limits()).requests == SPARE
 

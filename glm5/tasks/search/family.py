@@ -237,8 +237,10 @@ class SearchFamily(Family):
         thinking: bool = True,
         hint: str = "",
     ) -> None:
-        if not isinstance(folder, str) or not folder or not Path(folder).is_dir():
-            raise ConfigError('families: "search" needs options = { folder = "DIR" }, a build of search tasks.')
+        if not isinstance(folder, str) or not folder:
+            raise ConfigError('families: "search" needs its option folder: a build of search tasks.')
+        if not Path(folder).is_dir():
+            raise ConfigError(f'families: "search": folder: there is no folder {folder!r:.200}.')
         if not tools or isinstance(tools, str) or any(tool not in TOOLS for tool in tools):
             raise ConfigError(f'families: "search": tools is a list of {", ".join(TOOLS)}.')
         if isinstance(depths, int | str) or isinstance(kinds, str) or not isinstance(hint, str):

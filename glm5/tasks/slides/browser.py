@@ -114,7 +114,8 @@ def find_chromium() -> str:
     if not found or not shutil.which(found):
         raise ConfigError(
             f"slides are measured in Chromium, and {named or 'none'} was found; install one (Debian: `apt install "
-            f'chromium-headless-shell`) or name it in the variable {VARIABLE}, or use measure = "static".'
+            f"chromium-headless-shell`) or name it in the variable {VARIABLE}, or do without (--static of `glm5 task "
+            'score-slide`, measure = "static" in a recipe).'
         )
     return found
 

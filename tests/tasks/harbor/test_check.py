@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from glm5.cli import main
 from glm5.cli.options import app
-from glm5.errors import GradingError
+from glm5.errors import DataError, GradingError
 from glm5.sandbox.environment import environment_mechanism
 from glm5.tasks.harbor.attacks import attacks
 from glm5.tasks.harbor.check import check
@@ -283,7 +283,19 @@ def test_the_verbs(tmp_path: Path) -> None:
 
 
 def test_a_task_that_is_not_ok_ends_the_command_with_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["glm5", "task", "check", str(tmp_path / "none"), "--json"])
+    monkeypatch.setattr("sys.argv", ["glm5", "task", "check", str(tmp_path), "--json"])
     with pytest.raises(SystemExit) as caught:
         main()
     assert caught.value.code == 1
+
+
+@pytest.mark.parametrize(("name", "said"), [("none", "none does not exist"), ("file", "file is not a folder")])
+def test_what_is_no_folder_gets_one_sentence(tmp_path: Path, name: str, said: str) -> None:
+    (tmp_path / "file").touch()
+    done = CliRunner().invoke(app, ["task", "check", str(tmp_path / name)])
+    assert isinstance(done.exception, DataError) and said in str(done.exception) and done.output == ""
+
+
+def test_the_help_names_all_kinds_of_tasks() -> None:
+    done = CliRunner().invoke(app, ["task", "--help"])
+    assert all(kind in done.output.split("Commands")[0] for kind in ("Harbor", "search", "slides"))

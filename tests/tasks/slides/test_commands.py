@@ -89,6 +89,7 @@ def test_a_file_is_scored_without_a_browser(tmp_path: Path) -> None:
     done = RUN.invoke(app, ["task", "score-slide", str(page), "--static", "--json"], catch_exceptions=False)
     (found,) = json.loads(done.stdout).values()
     assert found["total"] == 0.0 and found["faults"] == ["a script"]
-    for bad, error in ((["nowhere.html"], DataError), ([str(page), "--picture", "a.exe"], UsageError)):
+    for bad, error in ((["nowhere.html"], DataError), ([str(page), "--picture", "a.exe"], UsageError),
+                       ([str(page), "--screenshots", "shots"], UsageError)):  # fmt: skip
         with pytest.raises(error):
             RUN.invoke(app, ["task", "score-slide", *bad, "--static"], catch_exceptions=False)

@@ -240,7 +240,7 @@ def test_the_family_scores_the_oracles_pages(renderer: Renderer, monkeypatch: py
 def test_without_a_browser_one_sentence_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CHROMIUM", raising=False)
-    with pytest.raises(ConfigError, match="install one"):
+    with pytest.raises(ConfigError, match=r"install one.*--static"):
         browser.find_chromium()
     monkeypatch.setenv("CHROMIUM", "/nowhere/chromium")
     with pytest.raises(ConfigError, match="/nowhere/chromium"):
