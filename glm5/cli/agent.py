@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from glm5.cli.options import Json, app, data_app, show
+from glm5.cli.options import DialectName, Json, app, data_app, show
 from glm5.errors import UsageError
 
 
@@ -19,7 +19,7 @@ def agent(
     repo: Annotated[Path, typer.Option(help="The repository; it is not changed without --in-place.")] = Path("."),
     model: Annotated[str | None, typer.Option(help="URL of a server, or a checkpoint directory.")] = None,
     name: Annotated[str, typer.Option(help="Name of the model; default: the server's first.")] = "",
-    dialect: Annotated[str, typer.Option(help="openai (Chat Completions) or anthropic (Messages).")] = "openai",
+    dialect: DialectName = "openai",
     api_key_file: Annotated[Path | None, typer.Option(help="File with the server's API key; or GLM5_API_KEY.")] = None,
     context: Annotated[str, typer.Option(help="none, keep-recent, discard-all or hierarchical.")] = "none",
     keep: Annotated[int, typer.Option(min=0, help="Context: latest observations to keep.")] = 5,
@@ -65,8 +65,6 @@ def agent(
     else:
         if task is None or model is None:
             raise UsageError("Give a task and --model, or a log with --resume.")
-        if dialect not in ("openai", "anthropic"):
-            raise UsageError(f"--dialect is openai or anthropic, not {dialect!r:.40}.")
         if not repo.is_dir():
             raise UsageError(f"{repo} is not a folder.")
         policy = ContextPolicy(context, keep, limit)  # type: ignore[arg-type]

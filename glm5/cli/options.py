@@ -34,6 +34,15 @@ ChatTemplate = Annotated[
 Checkpoint = Annotated[Path, typer.Argument(help="Checkpoint directory.")]
 
 
+def _known_dialect(name: str) -> str:
+    if name not in ("openai", "anthropic"):
+        raise typer.BadParameter(f"it is openai or anthropic, not {name!r:.40}.")
+    return name
+
+
+DialectName = Annotated[
+    str, typer.Option(callback=_known_dialect, help="Of the server: openai (Chat Completions) or anthropic (Messages).")
+]
 Device = Annotated[str, typer.Option(help='"auto" (an accelerator, else the CPU), "cpu", or one such as "cuda:1".')]
 
 

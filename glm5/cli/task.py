@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from glm5.cli.options import Json, app, say, show, told
+from glm5.cli.options import DialectName, Json, app, say, show, told
 from glm5.errors import DataError, UsageError
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def run(
     base: Bases = [],  # noqa: B006
     model: Annotated[str | None, typer.Option(help="Of terminal: URL of a server, or a checkpoint directory.")] = None,
     name: Annotated[str, typer.Option(help="Name of the model; default: the server's first.")] = "",
-    dialect: Annotated[str, typer.Option(help="openai (Chat Completions) or anthropic (Messages).")] = "openai",
+    dialect: DialectName = "openai",
     api_key_file: Annotated[Path | None, typer.Option(help="File with the server's API key; or GLM5_API_KEY.")] = None,
     turns: Annotated[int, typer.Option(min=1, help="Replies of the model.")] = 100,
     max_tokens: Annotated[int, typer.Option(min=16, help="Maximum tokens of one reply.")] = 8192,
@@ -167,7 +167,7 @@ def build_terminal(
         str | None, typer.Option(help="Server's URL or checkpoint directory of a model that writes the tasks instead.")
     ] = None,
     name: Annotated[str, typer.Option(help="Name of the model; default: the server's first.")] = "",
-    dialect: Annotated[str, typer.Option(help="Of the server: openai or anthropic.")] = "openai",
+    dialect: DialectName = "openai",
     api_key_file: Annotated[Path | None, typer.Option(help="File with the server's API key; or GLM5_API_KEY.")] = None,
     page: Annotated[
         list[Path], typer.Option("--page", help="Text file from which the model makes a task; may be repeated.")

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from glm5.cli.options import Json, Out, show, told
+from glm5.cli.options import DialectName, Json, Out, show, told
 from glm5.cli.task import build_app, task_app
 from glm5.errors import UsageError
 
@@ -44,7 +44,7 @@ def build_swe(
         str | None, typer.Option(help="Of featadd and --text model: URL of a server, or a checkpoint directory.")
     ] = None,
     name: Annotated[str, typer.Option(help="Name of the model; default: the server's first.")] = "",
-    dialect: Annotated[str, typer.Option(help="Of the server: openai or anthropic.")] = "openai",
+    dialect: DialectName = "openai",
     api_key_file: Annotated[Path | None, typer.Option(help="File with the server's API key; or GLM5_API_KEY.")] = None,
     text: Annotated[str, typer.Option(help="Who writes the tasks' text: template or model.")] = "template",
     features_per_package: Annotated[

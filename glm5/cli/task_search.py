@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from glm5.cli.options import Json, Out, show, told
+from glm5.cli.options import DialectName, Json, Out, show, told
 from glm5.cli.task import build_app, task_app
 from glm5.errors import UsageError
 
@@ -44,7 +44,7 @@ def build_search(
         str | None, typer.Option(help="Server's URL or checkpoint directory of a model that filters the questions.")
     ] = None,
     name: Annotated[str, typer.Option(help="Name of the model; default: the server's first.")] = "",
-    dialect: Annotated[str, typer.Option(help="Of the server: openai or anthropic.")] = "openai",
+    dialect: DialectName = "openai",
     api_key_file: Annotated[Path | None, typer.Option(help="File with the server's API key; or GLM5_API_KEY.")] = None,
     paraphrase: Annotated[bool, typer.Option("--paraphrase", help="Let the model write the questions anew.")] = False,
     as_json: Json = False,

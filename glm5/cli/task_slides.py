@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from glm5.cli.options import Json, show
+from glm5.cli.options import DialectName, Json, show
 from glm5.cli.task import build_app, task_app
 from glm5.errors import DataError, UsageError
 
@@ -34,7 +34,7 @@ def build_slides(
     most_alike: Annotated[int, typer.Option(min=0, help="Most kept answers of one layout; 0 is no limit.")] = 0,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 8192,
     name: Annotated[str, typer.Option(help="Name of the model; default: the server's first.")] = "",
-    dialect: Annotated[str, typer.Option(help="Of the server: openai or anthropic.")] = "openai",
+    dialect: DialectName = "openai",
     api_key_file: Annotated[Path | None, typer.Option(help="File with the server's API key; or GLM5_API_KEY.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -48,8 +48,6 @@ def build_slides(
     from glm5.tasks.slides.family import SlidesFamily
     from glm5.tasks.slides.selection import Sample, select
 
-    if dialect not in ("openai", "anthropic"):
-        raise UsageError(f"--dialect is openai or anthropic, not {dialect!r:.40}.")
     family, failures = SlidesFamily(seed, form=form, pages=pages), 0
     groups: list[list[Sample]] = []
     key = find_key("api", None, api_key_file)
