@@ -60,14 +60,17 @@ optim = { steps = STEPS, lr = LR, final_lr = 1e-3, warmup = 5 }
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser, updates: int, text_steps: int, base_steps: int) -> None:
+def add_arguments(
+    parser: argparse.ArgumentParser, updates: int, text_steps: int, base_steps: int, sft_steps: int, sft_rate: str
+) -> None:
     """Arguments that these benchmarks share, and how long their stages are."""
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--updates", type=int, default=updates)
     parser.add_argument("--text-steps", type=int, default=text_steps)
     parser.add_argument("--base", type=Path, help="a policy that an earlier run has trained, instead of a new one")
     parser.add_argument("--base-steps", type=int, default=base_steps)
-    parser.add_argument("--sft-steps", type=int, default=100)
+    parser.add_argument("--sft-steps", type=int, default=sft_steps)
+    parser.add_argument("--sft-rate", default=sft_rate)
     parser.add_argument("--threads", type=int, default=2)
 
 
@@ -112,7 +115,7 @@ def policies(seed: int, options: argparse.Namespace, rl: str) -> tuple[dict[str,
     folder.mkdir(parents=True, exist_ok=True)
     data = options.out.absolute() / "sft.jsonl"
     head = RECIPE.replace("SEED", str(seed)).replace("RUNS", str(folder / "runs"))
-    stage = sft(data, options.sft_steps, "5e-3")
+    stage = sft(data, options.sft_steps, options.sft_rate)
     start, sft_s = run(head.replace("START", f'start = "{base(options)}"') + stage, folder, "start")
     again = head.replace("START", f'start = "{start}"')
     after, rl_s = run(again + rl.replace("UPDATES", str(options.updates)), folder, "rl")

@@ -260,7 +260,7 @@ def experiment(seed: int, options: argparse.Namespace, prompts: Path, held_out: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser, updates=40, text_steps=250, base_steps=1200)
+    add_arguments(parser, updates=40, text_steps=250, base_steps=1200, sft_steps=100, sft_rate="5e-3")
     parser.add_argument("--held-out", type=int, default=HELD_OUT)
     parser.add_argument("--prompts", type=int, default=PROMPTS)
     parser.add_argument("--out", type=Path, default=Path("runs/swe-learning"))
