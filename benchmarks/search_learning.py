@@ -376,7 +376,8 @@ def main() -> None:
         kinds=("tree",), results=RESULTS, snippet=SNIPPET, per_answer=PER_ANSWER,
     )  # fmt: skip
     if (web / "manifest.json").exists():
-        made = json.loads((web / "questions.jsonl").open(encoding="utf-8").readline())["rules"]
+        with (web / "questions.jsonl").open(encoding="utf-8") as file:
+            made = json.loads(file.readline())["rules"]
         if other := [key for key, value in json.loads(json.dumps(asdict(rules))).items() if made.get(key) != value]:
             raise SystemExit(f"{web} was made with other {' and '.join(other)}; take another --out.")
     else:

@@ -10,7 +10,19 @@ from typing import Annotated, Any
 
 import typer
 
-from glm5.cli.options import ChatTemplate, Checkpoint, Device, Dtype, Json, app, assignments, model_config, show, told
+from glm5.cli.options import (
+    ChatTemplate,
+    Checkpoint,
+    Device,
+    Dtype,
+    Json,
+    Port,
+    app,
+    assignments,
+    model_config,
+    show,
+    told,
+)  # fmt: skip
 from glm5.errors import UsageError
 
 
@@ -135,7 +147,7 @@ def chat(
 def serve(
     model: Checkpoint,
     host: str = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    port: Port = 8000,
     api_key: Annotated[
         str | None, typer.Option(help="Required unless --host is loopback. `ps` shows it; prefer GLM5_API_KEY.")
     ] = None,
@@ -292,7 +304,7 @@ def gateway(
     engines: Annotated[list[str], typer.Option(help="URL of an SGLang or vLLM server; repeatable.")] = [],  # noqa: B006
     store: Annotated[Path, typer.Option(help="File of the sessions; made if missing.")] = Path("sessions.db"),
     host: str = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8100,
+    port: Port = 8100,
     socket: Annotated[Path | None, typer.Option(help="Unix socket to listen on as well, for agents in rooms.")] = None,
     admin_key_file: Annotated[
         Path | None, typer.Option(help="File with the admin key; or GLM5_ADMIN_KEY. Default: made beside the store.")

@@ -40,6 +40,7 @@ def _known_dialect(name: str) -> str:
     return name
 
 
+Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")]
 DialectName = Annotated[
     str, typer.Option(callback=_known_dialect, help="Of the server: openai (Chat Completions) or anthropic (Messages).")
 ]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from glm5.cli.options import Json, app, show, told
+from glm5.cli.options import Json, Port, app, show, told
 from glm5.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def prefer(
     export: Annotated[Path | None, typer.Option(help="Write the votes as JSONL and end.")] = None,
     agreement: Annotated[bool, typer.Option(help="Print how far raters agree, and end.")] = False,
     host: Annotated[str, typer.Option(help="A loopback address.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8010,
+    port: Port = 8010,
     browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -47,7 +47,7 @@ def prefer(
 
     # The socket first: a host or port that is refused leaves no store behind.
     with contextlib.closing(bind_local(host, port)) as listener, PreferenceStore(path) as votes:
-        added, others = votes.add_pairs(pairs), votes.left_out()[0]
+        added, others = votes.add_pairs(pairs), votes.pairs_left_out()
         more = f", which has {others:,} more, not asked because not in {source}" if others else ""
         told(f"{len(pairs):,} pairs ({added:,} new); votes go to {path}{more}. Ctrl-C ends, the same command goes on.")
         serve_page(votes, rater, host, listener, browser)
@@ -57,7 +57,7 @@ def _results(
     votes: PreferenceStore, source: Path, export: Path | None, agreement: bool, exact: bool
 ) -> dict[str, object]:
     """What --export and --agreement print; numbers are rounded unless they must be `exact`."""
-    left_out, found = votes.left_out()[1], dict[str, object]()
+    left_out, found = votes.votes_left_out(), dict[str, object]()
     if not votes.votes():
         others = f" ({left_out:,} are on other pairs)" if left_out else ""
         raise UsageError(

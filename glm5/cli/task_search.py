@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from glm5.cli.options import DialectName, Json, Out, show, told
+from glm5.cli.options import DialectName, Json, Out, Port, show, told
 from glm5.cli.task import build_app, task_app
 from glm5.errors import UsageError
 
@@ -120,7 +120,7 @@ def _filtered(
 def serve_search(
     folder: Annotated[Path, typer.Argument(help="Folder of a build of search tasks.")],
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 is any free port.")] = 8000,
+    port: Port = 8000,
     api_key_file: Annotated[Path | None, typer.Option(help="File with clients' key; or GLM5_API_KEY.")] = None,
 ) -> None:
     """Serve a web's search over HTTP: Search-R1's /retrieve, BrowseComp-Plus's search and get_document, and MCP."""

@@ -96,7 +96,7 @@ class PreferenceStore:
         self._db = open_file(path, SCHEMA, FORMAT, what, advice, durable=True)
         self._db.execute("PRAGMA foreign_keys = ON")
         self._db.execute(f"PRAGMA busy_timeout = {round(1000 * BUSY_S)}")
-        # Not in the file, where another process may ask other pairs.
+        # Temporary: another process may ask other pairs of the same file.
         self._db.execute("CREATE TEMP TABLE listed (id TEXT PRIMARY KEY) STRICT")
         asked = "SELECT * FROM pairs WHERE id IN (SELECT id FROM listed) OR NOT EXISTS (SELECT 1 FROM listed)"
         self._db.execute(f"CREATE TEMP VIEW asked AS {asked}")
@@ -132,11 +132,14 @@ class PreferenceStore:
             self._db.executemany("INSERT OR IGNORE INTO listed VALUES (?)", [(pair.id,) for pair in pairs])
             return int(self._db.execute("SELECT count(*) FROM pairs").fetchone()[0] - before)
 
-    def left_out(self) -> tuple[int, int]:
-        """The numbers of pairs of the file that are not asked, and of votes on them; skips are none."""
-        pairs = self._rows("SELECT count(*) FROM pairs WHERE id NOT IN (SELECT id FROM asked)")[0][0]
+    def pairs_left_out(self) -> int:
+        """The number of pairs of the file that are not asked."""
+        return int(self._rows("SELECT count(*) FROM pairs WHERE id NOT IN (SELECT id FROM asked)")[0][0])
+
+    def votes_left_out(self) -> int:
+        """The number of votes on pairs that are not asked; a skipped pair has no vote."""
         text = "SELECT count(*) FROM votes WHERE choice != 'skip' AND pair NOT IN (SELECT id FROM asked)"
-        return pairs, self._rows(text)[0][0]
+        return int(self._rows(text)[0][0])
 
     def rater(self, name: object) -> str:
         """A rater's name as first written: "ann" is "Ann", if she is known. Raises UsageError like `check_name`."""

@@ -11,10 +11,8 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -162,7 +160,8 @@ async def _serve(job: RolloutJob, control: TextIO) -> None:
             try:
                 config = ServerConfig(app, gateway.limits, 1.0)
                 ends = partial(_end, register, running)
-                await _Server(config, lambda _: process.tell(control, news), ends).serve(listeners)
+                # Rollouts end before the gateway: an agent without it fails, and that would be stored as its result.
+                await Server(config, lambda _: process.tell(control, news), ends).serve(listeners)
             finally:
                 await _end(register, running)
         finally:
@@ -176,23 +175,6 @@ async def _end(register: ServiceRegister, running: asyncio.Task[None]) -> None:
     running.cancel()  # what still waits for a service that hangs
     with contextlib.suppress(asyncio.CancelledError):
         await running
-
-
-class _Server(Server):
-    """Ends the rollouts before it stops itself: an agent whose gateway is gone would fail, and its failure be stored as
-    its result."""
-
-    def __init__(
-        self, config: ServerConfig, ready: Callable[[Iterable[socket.socket]], None], end: Callable[[], Awaitable[None]]
-    ) -> None:
-        super().__init__(config, ready)
-        self._end = end
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        try:
-            await self._end()
-        finally:
-            await super().shutdown(sockets)
 
 
 def _services(

@@ -84,11 +84,9 @@ def run(
         CheckpointError, ConfigError: the directory has no usable model or tokenizer.
         StoreError: the store cannot be opened or is in use.
     """
-    if directory is None and not engines:
-        raise UsageError("Give a checkpoint directory, or the engines with --engines URL.")
     # All that the arguments alone tell comes before the first file is made.
     given = find_key("admin", None, admin_key_file)
-    if directory is not None and not engines:
+    if not engines:
         _check(directory)
     limits = fitted(limits, files=2)
     with bind(host, port) as listener, contextlib.ExitStack() as stack:
@@ -125,8 +123,10 @@ def run(
             raise address_error(error, host, port) from None
 
 
-def _check(directory: Path) -> None:
-    """Raise for a directory that is no checkpoint with a tokenizer, without loading it."""
+def _check(directory: Path | None) -> None:
+    """Raise for what is no checkpoint with a tokenizer, without loading it."""
+    if directory is None:
+        raise UsageError("Give a checkpoint directory, or the engines with --engines URL.")
     GLM5Config.load(directory)
     if not (directory / "tokenizer.json").is_file():
         raise CheckpointError(f"{directory} has no tokenizer.json; a gateway needs one.")

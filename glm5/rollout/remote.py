@@ -248,7 +248,7 @@ class RemoteService(SessionTaskService):
     ) -> None:
         self._family, self._problem_of, self._register, self._gateway = family, problem_of, register, gateway
         self._seconds, self._base_url, self.options = seconds, base_url, asdict(limits)
-        self._tell_absence: float | None = None  # when; None while a service offers the family
+        self._tell_absence: float | None = None  # when to log it; None if a service offers the family
 
     @property
     def capacity(self) -> int | None:  # type: ignore[override]

@@ -127,8 +127,8 @@ class Host:
 
 
 async def _is_over(run: Run) -> bool:
-    """Whether the gateway has closed the session of a rollout or is gone. Then nobody waits for the rollout, and what
-    its agent raised is no failure."""
+    """Whether the gateway has closed the session of a rollout or is gone. If so, an exception of its agent is no
+    failure."""
     try:
         async with _client(run.base_url, run.api_key) as client:
             return (await client.get("/models")).status_code in (401, 404, 410)  # 401 and 404: of another run
@@ -174,18 +174,6 @@ def create_service(host: Host, key: str) -> FastAPI:
     return app
 
 
-class _Server(Server):
-    """Answers who waits for events before it stops: it would wait for them, then break off with a traceback."""
-
-    def __init__(self, config: ServerConfig, host: Host) -> None:
-        super().__init__(config, lambda _: None)
-        self._host = host
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._host.wake()
-        await super().shutdown(sockets)
-
-
 def serve(
     families: Mapping[str, Family],
     gateway: str,
@@ -227,9 +215,12 @@ def serve(
                     mine = {"registration": body["registration"]}  # another process may have taken the name
                     await client.delete(f"/services/{body['name']}", params=mine)
 
+        async def end() -> None:
+            played.wake()  # the server would wait for those who wait for events, then break off with a traceback
+
         app.router.lifespan_context = lifespan
         with contextlib.suppress(KeyboardInterrupt):
-            _Server(ServerConfig(app, Limits(), 1.0), played).run(sockets=[listener])
+            Server(ServerConfig(app, Limits(), 1.0), lambda _: None, end).run(sockets=[listener])
 
 
 async def _renew(gateway: str, admin_key: str, body: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ import ipaddress
 import os
 import socket
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -61,7 +61,7 @@ def fitted(limits: Limits, files: int = 1, others: int = RESERVED_FILES) -> Limi
     allowed = max(2 * SPARE, (free_files() - others) // files)
     most = min(limits.connections, allowed)
     requests = min(limits.requests, most - SPARE)
-    if allowed - SPARE < limits.requests / 2:  # nobody misses a few
+    if allowed - SPARE < limits.requests / 2:  # a few fewer do not matter
         log.warning("File descriptors allow %d requests at once, not %d; see ulimit -n.", requests, limits.requests)
     return replace(limits, connections=most, requests=requests)
 
@@ -176,11 +176,16 @@ class ServerConfig(uvicorn.Config):
 
 class Server(uvicorn.Server):
     """Listens with a backlog longer than the number of connections it accepts at once, then calls `ready` with its
-    sockets."""
+    sockets. Before it stops, it calls `end`."""
 
-    def __init__(self, config: ServerConfig, ready: Callable[[Iterable[socket.socket]], None] = announce) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        ready: Callable[[Iterable[socket.socket]], None] = announce,
+        end: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         super().__init__(config)
-        self._ready = ready
+        self._ready, self._end = ready, end
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -190,6 +195,13 @@ class Server(uvicorn.Server):
         for listener in sockets or ():
             listener.listen(BACKLOG)
         self._ready(sockets or ())
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        try:
+            if self._end is not None:
+                await self._end()
+        finally:
+            await super().shutdown(sockets)
 
 
 class Connection(asyncio.Protocol):

@@ -189,12 +189,12 @@ def test_only_the_pairs_of_the_last_start_are_asked(tmp_path: Path) -> None:
     later = [Pair("r", "a", "b", "y"), Pair("p", "a", "b, edited", "x"), first[1]]
     path, out = tmp_path / "votes.sqlite", tmp_path / "votes.jsonl"
     with PreferenceStore(path) as store:
-        assert store.add_pairs(first) == 3 and store.left_out() == (0, 0)
+        assert store.add_pairs(first) == 3 and (store.pairs_left_out(), store.votes_left_out()) == (0, 0)
         store.agree("Ada", CONSENT_HASH)
         for pair in first:
             store.vote("Ada", pair.id, "tie")
     with PreferenceStore(path) as store:
-        assert store.add_pairs(later) == 1 and store.left_out() == (1, 1)
+        assert store.add_pairs(later) == 1 and (store.pairs_left_out(), store.votes_left_out()) == (1, 1)
         assert store.next_pair("Ada") == later[1].id and sorted(store.order("Ada")) == sorted(p.id for p in later)
         assert store.progress("Ada") == {"pairs": 3, "done": 2, "skipped": 0}
         assert set(store.votes()) == {first[1].id, first[2].id} and store.export(out) == 2
