@@ -1,6 +1,6 @@
 """Does a policy learn to search? SFT, then RL on search questions, on a slice that a laptop can train.
 
-    python benchmarks/search_learning.py [--seeds 1 2 3] [--updates 100] [--quick]
+    python benchmarks/search_learning.py [--seeds 1 2 3] [--updates 80] [--quick]
 
 The slice: a web of about 40,000 pages of places and elements (`glm5 task build search`), with questions of two links
 from a named thing over a hidden one to the answer. A search shows three results with 20 characters of text each, a page
@@ -11,9 +11,10 @@ else of a question is new varies: forms, named and hidden things may be known.
 
 Per seed:
 
-1. SFT on a few sessions of the oracle, from a base that the seeds share, which knows walks: sessions from all over the
-   web whose prompt names the page to look for and the lines to follow. Of questions it has only read the oracle's
-   sessions as text.
+1. A short SFT on sessions of the oracle, from a base that the seeds share, which knows walks: sessions from all over
+   the web whose prompt names the page to look for and, in lower case, the lines to follow, so that the base has learned
+   to copy names and to find a line by a word for it. Of questions it has only read the oracle's sessions as text. SFT
+   is short so that RL has something to learn: 30 steps solve 69 % of the questions, and RL then adds 7 points.
 2. RL (`agentic`, in one process) on the questions. Reward: whether the answer is right.
 3. Baselines: SFT goes on from the same start in about the time of step 2; and guessers without a model, which look for
    the name, open the first result, and answer what they saw most often of the type that is asked for: on that page
@@ -305,7 +306,8 @@ def walks(family: SearchFamily, count: int) -> Iterator[Conversation]:
             often[end] += 1
             count -= 1
             kind, _, _ = page.url.partition("/")
-            prompt = choice.choice(PROMPTS).format(name=page.title, kind=kind, first=way[0], second=way[1])
+            first, second = (label.lower() for label in way)  # words to find a line by, not the line's own
+            prompt = choice.choice(PROMPTS).format(name=page.title, kind=kind, first=first, second=second)
             yield Conversation([Message("user", prompt), *session.answer(number)[1:]])
 
 
@@ -349,7 +351,7 @@ def experiment(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser, updates=100, text_steps=300, base_steps=1500, sft_steps=30, sft_rate="2e-3")
+    add_arguments(parser, updates=80, text_steps=300, base_steps=1500, sft_steps=5, sft_rate="2e-3")
     parser.add_argument("--held-out", type=int, default=400)
     parser.add_argument("--questions", type=int, default=6000)
     parser.add_argument("--draw", type=int, default=0, help="seed of the questions: to tune, take other ones")
