@@ -11,10 +11,11 @@ else of a question is new varies: forms, named and hidden things may be known.
 
 Per seed:
 
-1. A short SFT on sessions of the oracle, from a base that the seeds share, which knows walks: sessions from all over
-   the web whose prompt names the page to look for and, in lower case, the lines to follow, so that the base has learned
-   to copy names and to find a line by a word for it. Of questions it has only read the oracle's sessions as text. SFT
-   is short so that RL has something to learn: 30 steps solve 69 % of the questions, and RL then adds 7 points.
+1. A short SFT on sessions of the oracle, equally many of each form of question, from a base that the seeds share. It
+   knows walks: sessions from all over the web whose prompt names the page to look for and, in lower case, the lines to
+   follow, so it has learned to copy names and to find a line by a word for it. Of questions it has only read the
+   oracle's sessions as text. SFT is short so that RL has something to learn, and has all forms so that RL tries all
+   lines.
 2. RL (`agentic`, in one process) on the questions. Reward: whether the answer is right.
 3. Baselines: SFT goes on from the same start in about the time of step 2; and guessers without a model, which look for
    the name, open the first result, and answer what they saw most often of the type that is asked for: on that page
@@ -39,6 +40,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -311,8 +313,14 @@ def walks(family: SearchFamily, count: int) -> Iterator[Conversation]:
             yield Conversation([Message("user", prompt), *session.answer(number)[1:]])
 
 
-def demonstrations(source: Iterator[SearchProblem]) -> Iterator[Conversation]:
-    return (demonstration(problem, calls) for problem in source if (calls := calls_of(problem)) is not None)
+def demonstrations(source: Iterator[SearchProblem]) -> list[Conversation]:
+    """The oracle's sessions, those of all forms of questions in turn: the first ones have each form equally often."""
+    forms: dict[str, list[Conversation]] = {}
+    for problem in source:
+        if (calls := calls_of(problem)) is not None:
+            form = problem.prompt.replace(name_in(problem), "")
+            forms.setdefault(form, []).append(demonstration(problem, calls))
+    return [one for turn in zip_longest(*forms.values()) for one in turn if one is not None]
 
 
 def baselines(family: SearchFamily, held_out: Sequence[SearchProblem]) -> dict[str, list[bool]]:
@@ -351,7 +359,7 @@ def experiment(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser, updates=80, text_steps=300, base_steps=1500, sft_steps=5, sft_rate="2e-3")
+    add_arguments(parser, updates=80, text_steps=300, base_steps=1500, sft_steps=10, sft_rate="2e-3")
     parser.add_argument("--held-out", type=int, default=400)
     parser.add_argument("--questions", type=int, default=6000)
     parser.add_argument("--draw", type=int, default=0, help="seed of the questions: to tune, take other ones")
@@ -390,7 +398,7 @@ def main() -> None:
     if len(held_out) < options.held_out:
         raise SystemExit(f"{web} has only {len(held_out)} held-out questions; raise --questions, or lower --held-out.")
     if not (options.out / "sft.jsonl").exists():
-        shown, walking = list(demonstrations(problems(family, web))), list(walks(family, walked))
+        shown, walking = demonstrations(problems(family, web)), list(walks(family, walked))
         write_texts([*shown, *walking], options.out / "texts.txt")
         write_conversations(options.out / "base.jsonl", walking)
         write_conversations(options.out / "sft.jsonl", shown[:few])

@@ -8,12 +8,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from glm5.process import python_path
 from glm5.reproduce.plan import METRICS, Experiment
 from glm5.reproduce.worker import read_run, run_folder, run_one
+from glm5.train.stop import TerminationAsInterrupt
 
 POLL_SECONDS = 0.1
 REPORT_SECONDS = 60.0
@@ -44,7 +46,7 @@ def run_all(
 ) -> Report:
     """Do the unfinished runs. `workers=0` does them in this process. None starts after `deadline` (`time.monotonic`).
 
-    Ctrl-C ends the workers. The next call resumes from their saved state and never repeats finished runs.
+    Ctrl-C and SIGTERM end the workers. The next call resumes from their saved state and never repeats finished runs.
     """
     keys = [(variant.name, seed) for seed in seeds for variant in experiment.variants]
     report = Report(done=[key for key in keys if read_run(folder, *key) is not None])
@@ -53,7 +55,8 @@ def run_all(
         say(f"{len(report.done)} of {len(keys)} runs are done already")
     running: dict[Key, subprocess.Popen[bytes]] = {}
     told = time.monotonic()
-    try:
+    with TerminationAsInterrupt(), ExitStack() as stack:
+        stack.callback(lambda: _stop(list(running.values())))
         while running or waiting:
             in_time = deadline is None or time.monotonic() < deadline
             ready = [key for key in waiting if _after(experiment, key) in (None, *report.done)] if in_time else []
@@ -75,8 +78,6 @@ def run_all(
             if time.monotonic() - told > REPORT_SECONDS:
                 told = time.monotonic()
                 say("; ".join(f"{title(key)} at step {_step(folder, key)}" for key in running))
-    finally:
-        _stop(list(running.values()))
     report.left = waiting
     return report
 

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -549,6 +550,23 @@ def children() -> list[int]:
 
 def command_line(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_workers_do_not_outlive_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    processes = []
+
+    def start(folder: Path, key: tuple[str, int]) -> subprocess.Popen[bytes]:
+        processes.append(subprocess.Popen(["sleep", "100"]))
+        threading.Timer(0.2, os.kill, (os.getpid(), number)).start()
+        return processes[-1]
+
+    monkeypatch.setattr(runner, "_start", start)
+    with pytest.raises(KeyboardInterrupt):
+        runner.run_all(EXPERIMENTS["mtp"], tmp_path, [0], 1, lambda text: None)
+    assert [process.returncode for process in processes] == [-signal.SIGTERM]
 
 
 def test_why_a_worker_ended(tmp_path: Path) -> None:
