@@ -39,7 +39,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean
@@ -60,7 +60,7 @@ from glm5.tasks.search.build import build
 from glm5.tasks.search.checks import Checker, Question
 from glm5.tasks.search.family import SearchFamily, SearchProblem, split_of_answer, split_of_name
 from glm5.tasks.search.query import Evaluator, Link, Node, Query
-from glm5.tasks.search.questions import Rules, read_questions
+from glm5.tasks.search.questions import Rules, read_questions, read_rules
 
 SOURCES = ("geonames", "airports", "iso-codes", "elements")
 TYPES = ("subdivision", "city", "currency", "element")
@@ -386,9 +386,8 @@ def main() -> None:
         kinds=("tree",), results=RESULTS, snippet=SNIPPET, per_answer=PER_ANSWER,
     )  # fmt: skip
     if (web / "manifest.json").exists():
-        with (web / "questions.jsonl").open(encoding="utf-8") as file:
-            made = json.loads(file.readline())["rules"]
-        if other := [key for key, value in json.loads(json.dumps(asdict(rules))).items() if made.get(key) != value]:
+        made = read_rules(web)
+        if other := [key for key, value in rules.plain().items() if made.get(key) != value]:
             raise SystemExit(f"{web} was made with other {' and '.join(other)}; take another --out.")
     else:
         build(web, rules, only=sources, download=True, jobs=options.threads, told=print)

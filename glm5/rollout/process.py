@@ -124,7 +124,7 @@ def run(
 
 
 def _check(directory: Path | None) -> None:
-    """Raise for what is no checkpoint with a tokenizer, without loading it."""
+    """Raise unless `directory` is a checkpoint with a tokenizer. Reads only its configuration."""
     if directory is None:
         raise UsageError("Give a checkpoint directory, or the engines with --engines URL.")
     GLM5Config.load(directory)

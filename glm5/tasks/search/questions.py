@@ -88,6 +88,11 @@ class Rules:
     def most_of_shape(self) -> int:
         return self.per_shape or max(10, self.count // 100)
 
+    def plain(self) -> dict[str, Any]:
+        """The rules as JSON values, which a file of questions has in its first line."""
+        found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return found
+
 
 @dataclass
 class Set:
@@ -147,8 +152,7 @@ def make_questions(
 
     Questions of an earlier web are checked again: those that still hold stay."""
     web = Web(out)
-    as_rules = json.loads(json.dumps(asdict(rules)))
-    made, head = Set(rules), {"form": FORM, "web": web.digest, "rules": as_rules}
+    made, head = Set(rules), {"form": FORM, "web": web.digest, "rules": rules.plain()}
     draws, empty = Counter[str](), Counter[str]()
     earlier, rows = _read(out / "questions.jsonl")
     again: Counter[str] = Counter()
@@ -217,9 +221,15 @@ def read_questions(out: Path) -> list[Question]:
     return [replace(question, paraphrase=texts.get(question.id, "")) for question in questions]
 
 
+def read_rules(out: Path) -> dict[str, Any]:
+    """The rules of a build's questions, as `Rules.plain`; those that a file of an earlier version lacks have the values
+    that it was made with."""
+    return {**ADDED, **_read(out / "questions.jsonl")[0].get("rules", {})}
+
+
 def read_view(out: Path) -> View:
     """What a search shows of the questions of a build at most; they were checked with it."""
-    rules = ADDED | _read(out / "questions.jsonl")[0].get("rules", {})
+    rules = read_rules(out)
     return View(rules["results"], rules["snippet"])
 
 
