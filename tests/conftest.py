@@ -16,6 +16,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("RES_OPTIONS", "attempts:0")  # torch asks for the names of peers: 10 s if nobody answers
 
 import hypothesis
 import pytest
