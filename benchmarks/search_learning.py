@@ -361,7 +361,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, updates=80, text_steps=300, base_steps=1500, sft_steps=10, sft_rate="2e-3")
     parser.add_argument("--held-out", type=int, default=400)
-    parser.add_argument("--questions", type=int, default=6000)
+    parser.add_argument("--questions", type=int, default=3000)
     parser.add_argument("--draw", type=int, default=0, help="seed of the questions: to tune, take other ones")
     parser.add_argument("--demonstrations", type=int, nargs=2, default=[30_000, 300], help="walks, oracle's sessions")
     parser.add_argument(
@@ -398,7 +398,7 @@ def main() -> None:
         raise SystemExit(f"{web} has only {len(held_out)} held-out questions; raise --questions, or lower --held-out.")
     if not (options.out / "sft.jsonl").exists():
         shown, walking = demonstrations(problems(family, web)), list(walks(family, walked))
-        write_texts([*shown, *walking], options.out / "texts.txt")
+        write_texts(walking, options.out / "texts.txt")
         write_conversations(options.out / "base.jsonl", walking)
         write_conversations(options.out / "sft.jsonl", shown[:few])
         print(f"{walked} walks; the first {few} of {len(shown)} sessions of the oracle")

@@ -213,6 +213,9 @@ def reproduce(
         "runs/reproduce"
     ),
     publish: Annotated[Path | None, typer.Option(help="Copy result, card and plots to a folder there.")] = None,
+    add: Annotated[
+        bool, typer.Option("--add", help="Keep the seeds of the result in --publish; run those it lacks.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Test one of the paper's claims at small scale (resumes)."""
@@ -221,7 +224,7 @@ def reproduce(
 
     options: dict[str, Any] = dict(
         quick=quick, seeds=seeds, minutes=minutes, steps=steps, workers=workers, device=device, runs=runs,
-        publish=publish,
+        publish=publish, add=add,
     )  # fmt: skip
     results = reproduce_all(**options) if name == "all" else {name: run(name, **options)}
     if as_json:

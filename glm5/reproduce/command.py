@@ -21,6 +21,7 @@ from glm5.files import atomic_write, publish_dir
 from glm5.reproduce import verdict
 from glm5.reproduce.card import write_card
 from glm5.reproduce.experiments import EXPERIMENTS
+from glm5.reproduce.joined import check_same, joined, read_result
 from glm5.reproduce.plan import Experiment, Sizes
 from glm5.reproduce.runner import run_all, title
 from glm5.reproduce.worker import PLAN, read_run
@@ -42,13 +43,15 @@ def reproduce(
     device: str = "cpu",
     runs: Path = Path("runs/reproduce"),
     publish: Path | None = None,
+    add: bool = False,
 ) -> dict[str, Any]:
     """Run an experiment and return its result, also saved as `runs/NAME/result.json` beside `card.md` and figures.
 
     Finished runs are kept, so calling again resumes, and more `seeds` add runs. `steps` is the length of training. With
     `minutes`, a trial chooses `steps` such that all runs should fit; after that time no run starts. `quick` only proves
     that everything works; its folder is separate. `workers=0` runs in this process, one run after the other.
-    `device` is where models compute (see `choose_device`). `publish` is a folder that gets a copy as `publish/NAME`.
+    `device` is where models compute (see `choose_device`). `publish` is a folder that gets a copy as `publish/NAME`;
+    with `add`, the seeds of the result that is there stay, and only the others of `range(seeds)` run.
 
     Raises UsageError for an unknown name, ConfigError for a folder with another plan, Glm5Error for a failed run, and
     without any complete seed.
@@ -60,27 +63,38 @@ def reproduce(
     hands = workers if workers is not None else 0 if quick else WORKERS
     if count < 1 or hands < 0 or (steps is not None and steps < 2) or (minutes is not None and minutes <= 0):
         raise UsageError("--seeds takes 1 or more, --workers 0 or more, --steps 2 or more, --minutes more than 0.")
+    published = publish / name / RESULT if publish is not None else None
+    if add and published is None:
+        raise UsageError("--add takes the seeds of a published result: name its folder with --publish.")
+    earlier = read_result(published) if add and published is not None else None
+    todo = [seed for seed in range(count) if earlier is None or seed not in earlier["seeds"]]
+    if not todo:
+        raise UsageError(f"--seeds {count}: {published} has them all; give more.")
+    if earlier is not None and steps is None:
+        steps = earlier["config"]["steps"]
     device = str(choose_device(device))
     folder, began = runs / (f"{name}-quick" if quick else name), time.monotonic()
     deadline = None if minutes is None else began + 60 * minutes
-    if minutes is not None and not (folder / PLAN).exists():
+    if minutes is not None and earlier is None and not (folder / PLAN).exists():
         steps = _fitting_steps(experiment, folder, quick, count, hands, 60 * minutes, device)
-    plan = _claim(experiment, folder, quick, steps, minutes is None, device)
-    report = run_all(experiment, folder, range(count), hands, _say, deadline)
+    plan = _claim(experiment, folder, quick, steps, minutes is None or earlier is not None, device)
+    if earlier is not None and published is not None:
+        check_same(earlier, plan, published)
+    report = run_all(experiment, folder, todo, hands, _say, deadline)
     if report.failed:
         why = "; ".join(f"{title(key)} ({reason})" for key, reason in report.failed.items())
         raise Glm5Error(
-            f"{len(report.failed)} of {count * len(experiment.variants)} runs failed: {why}\n"
+            f"{len(report.failed)} of {len(todo) * len(experiment.variants)} runs failed: {why}\n"
             f"Their logs are {folder}/runs/*/log.txt; the same command goes on with what is left."
         )
-    whole = [
-        seed for seed in range(count) if all((variant.name, seed) in report.done for variant in experiment.variants)
-    ]
+    whole = [seed for seed in todo if all((variant.name, seed) in report.done for variant in experiment.variants)]
     if not whole:
         raise Glm5Error(f"No seed of {name} was finished in {minutes:g} minutes; the same command goes on from there.")
     if report.left:
         _say(f"time is up: {len(report.left)} runs were not begun; the same command goes on")
     result = assemble(experiment, folder, plan, whole)
+    if earlier is not None:
+        result = joined(experiment, earlier, result)
     atomic_write(folder / RESULT, json.dumps(result, indent=1, allow_nan=False) + "\n")
     files = [folder / RESULT, *write_card(experiment, result, folder)]
     if publish is not None:
@@ -115,14 +129,12 @@ def assemble(experiment: Experiment, folder: Path, plan: dict[str, Any], seeds: 
         variant: {metric: [run["metrics"][metric] for run in found] for metric in found[0]["metrics"]}
         for variant, found in runs.items()
     }
-    answers = [verdict.answer(question, values) for question in experiment.questions]
     seconds = {variant: [run["seconds"]["wall"] for run in found] for variant, found in runs.items()}
     return {
         "name": experiment.name,
         "quick": plan["quick"],
         "claim": {"section": experiment.section, "text": experiment.claim},
-        "verdict": {"claim": verdict.overall(answers), "questions": answers},
-        "variants": verdict.variants(experiment, values),
+        **verdict.judged(experiment, values),
         "curves": verdict.curves(experiment, runs),
         "details": runs[experiment.variants[0].name][0]["details"],
         "config": plan["sizes"],

@@ -99,6 +99,15 @@ def plain(interval: Interval) -> dict[str, float | None]:
     return {"mean": interval.value} | {name: end if math.isfinite(end) else None for name, end in ends.items()}
 
 
+def judged(experiment: Experiment, values: Values) -> dict[str, Any]:
+    """The part of a result that follows from its values: the verdict, and each variant's metrics."""
+    answers = [answer(question, values) for question in experiment.questions]
+    return {
+        "verdict": {"claim": overall(answers), "questions": answers},
+        "variants": variants(experiment, values),
+    }
+
+
 def variants(experiment: Experiment, values: Values) -> dict[str, dict[str, dict[str, Any]]]:
     """{variant: {metric: {mean, low, high, values}}} with 95 % intervals over seeds."""
     return {

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import threading
@@ -416,6 +417,32 @@ def test_more_seeds_add_to_what_is_there(finished: Any) -> None:
     assert result["seeds"] == [0, 1, 2]
     assert (worker.run_folder(folder, "one-depth", 0) / "run.json").stat().st_mtime_ns == before
 
+    # Elsewhere, where only the published result of two seeds is, the third one is added to it.
+    published, runs = folder.parent / "for-adding", folder.parent / "elsewhere"
+    shutil.copytree(folder.parent / "published" / "mtp", published / "mtp")
+    adding = functools.partial(reproduce, "mtp", quick=True, seeds=3, runs=runs, publish=published, add=True)
+    with pytest.raises(ConfigError, match=r"made with another plan \(steps differ"):
+        adding(steps=9)
+    shutil.rmtree(runs)
+    grown = adding()
+    assert {path.name for path in (runs / "mtp-quick" / "runs").iterdir()} == {
+        f"{variant.name}-2" for variant in EXPERIMENTS["mtp"].variants
+    }
+    for key in ("variants", "verdict", "seeds", "config", "corpus", "tokens", "details"):
+        assert grown[key] == result[key], key
+    for name, curves in result["curves"].items():
+        for variant, curve in curves.items():
+            for part, points in curve.items():
+                assert grown["curves"][name][variant][part] == pytest.approx(points), (name, variant, part)
+    assert [part["seeds"] for part in grown["added"]] == [[2]]
+    assert grown == json.loads((published / "mtp" / "result.json").read_text(encoding="utf-8"))
+    assert "do not take into account: 2. On: " in (published / "mtp" / "card.md").read_text(encoding="utf-8")
+    with pytest.raises(UsageError, match="has them all"):
+        adding()
+    (published / "mtp" / "result.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ConfigError, match="is damaged: it has no quick"):
+        adding()
+
 
 def test_another_plan_is_refused(finished: Any) -> None:
     folder, _ = finished("mtp")
@@ -438,6 +465,7 @@ def test_a_plan_with_the_old_names_of_its_sizes_goes_on(tmp_path: Path) -> None:
     [
         (dict(name="muon"), 'no experiment "muon" (did you mean "muon-split"?)'),
         (dict(name="mtp", seeds=0), "--seeds takes 1 or more"),
+        (dict(name="mtp", add=True), "name its folder with --publish"),
         (dict(name="mtp", steps=4, minutes=1.0), "give one of them"),
         (dict(name="mtp", minutes=-1.0), "--minutes more than 0"),
     ],
