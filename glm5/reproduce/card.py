@@ -170,7 +170,7 @@ def _what(experiment: Experiment, result: dict[str, Any]) -> str:
             f"- On: {_where(machine)}, one thread per run; torch {software['torch']}, Python "
             f"{software['python']}; {result['seconds']['total'] / 60:,.0f} minutes of all runs together.",
             *(
-                "- Seeds that were added when the result of those before was known, which the intervals do not take into "
+                "- Seeds that were added when the result of those before was known, which intervals do not take into "
                 f"account: {', '.join(map(str, part['seeds']))}. On: {_where(part['machine'])}; torch "
                 f"{part['software']['torch']}, Python {part['software']['python']}."
                 for part in result.get("added", [])
