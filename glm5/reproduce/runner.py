@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -124,9 +124,12 @@ def _step(folder: Path, key: Key) -> int:
 def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
     for process in processes:
         process.terminate()
-    for process in processes:
-        try:
-            process.wait(GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
+    try:
+        for process in processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_SECONDS)
+    finally:  # also if a second signal ends the waiting
+        for process in processes:
             process.kill()
+        for process in processes:
             process.wait()

@@ -581,20 +581,25 @@ def command_line(pid: int) -> str:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("command", "often", "end"),
+    [("exec sleep 100", 1, signal.SIGTERM), ("trap '' TERM; exec sleep 100", 2, signal.SIGKILL)],
+)
 def test_workers_do_not_outlive_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, command: str, often: int, end: int
 ) -> None:
     processes = []
 
     def start(folder: Path, key: tuple[str, int]) -> subprocess.Popen[bytes]:
-        processes.append(subprocess.Popen(["sleep", "100"]))
-        threading.Timer(0.2, os.kill, (os.getpid(), number)).start()
+        processes.append(subprocess.Popen(["sh", "-c", command]))
+        for turn in range(often):
+            threading.Timer(0.2 + 0.3 * turn, os.kill, (os.getpid(), number)).start()
         return processes[-1]
 
     monkeypatch.setattr(runner, "_start", start)
     with pytest.raises(KeyboardInterrupt):
         runner.run_all(EXPERIMENTS["mtp"], tmp_path, [0], 1, lambda text: None)
-    assert [process.returncode for process in processes] == [-signal.SIGTERM]
+    assert [process.returncode for process in processes] == [-end]
 
 
 def test_why_a_worker_ended(tmp_path: Path) -> None:
