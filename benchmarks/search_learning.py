@@ -11,11 +11,10 @@ else of a question is new varies: forms, named and hidden things may be known.
 
 Per seed:
 
-1. A short SFT on sessions of the oracle, equally many of each form of question, from a base that the seeds share. It
-   knows walks: sessions from all over the web whose prompt names the page to look for and, in lower case, the lines to
-   follow, so it has learned to copy names and to find a line by a word for it. Of questions it has only read the
-   oracle's sessions as text. SFT is short so that RL has something to learn, and has all forms so that RL tries all
-   lines.
+1. A short SFT on sessions of the oracle, from a base that the seeds share: of each form of question equally many, as
+   far as there are enough. The base knows walks: sessions from all over the web whose prompt names the page to look for
+   and, in lower case, the lines to follow, so it has learned to copy names and to find a line by a word for it. Of
+   questions it has only read some of the oracle's sessions as text. SFT is short so that RL has something to learn.
 2. RL (`agentic`, in one process) on the questions. Reward: whether the answer is right.
 3. Baselines: SFT goes on from the same start in about the time of step 2; and guessers without a model, which look for
    the name, open the first result, and answer what they saw most often of the type that is asked for: on that page
@@ -359,11 +358,14 @@ def experiment(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser, updates=80, text_steps=300, base_steps=1500, sft_steps=10, sft_rate="2e-3")
+    add_arguments(parser, updates=80, text_steps=300, base_steps=1500, sft_steps=20, sft_rate="2e-3")
     parser.add_argument("--held-out", type=int, default=400)
     parser.add_argument("--questions", type=int, default=3000)
     parser.add_argument("--draw", type=int, default=0, help="seed of the questions: to tune, take other ones")
-    parser.add_argument("--demonstrations", type=int, nargs=2, default=[30_000, 300], help="walks, oracle's sessions")
+    parser.add_argument(
+        "--demonstrations", type=int, nargs=3, default=[30_000, 2_000, 300],
+        help="walks, sessions of the oracle that the base reads as text, and those for SFT",
+    )  # fmt: skip
     parser.add_argument(
         "--in-order",
         action="store_true",
@@ -377,7 +379,7 @@ def main() -> None:
     sources: tuple[str, ...] = SOURCES
     if options.quick:
         options.seeds, options.updates, options.text_steps, options.base_steps, options.sft_steps = [0], 1, 4, 4, 2
-        options.held_out, options.questions, options.demonstrations, sources = 8, 80, [300, 50], SOURCES[:2]
+        options.held_out, options.questions, options.demonstrations, sources = 8, 80, [300, 50, 50], SOURCES[:2]
         options.out = options.out.with_name(f"{options.out.name}-quick")
     torch.set_num_threads(options.threads)
     web = options.out / "web"
@@ -392,16 +394,20 @@ def main() -> None:
     else:
         build(web, rules, only=sources, download=True, jobs=options.threads, told=print)
     chosen = options_of(web, not options.in_order)
-    family, (walked, few) = SearchFamily(**chosen), options.demonstrations
+    family, (walked, read, few) = SearchFamily(**chosen), options.demonstrations
     held_out = [one for one in held_out_problems(family, options.held_out, "search") if isinstance(one, SearchProblem)]
     if len(held_out) < options.held_out:
         raise SystemExit(f"{web} has only {len(held_out)} held-out questions; raise --questions, or lower --held-out.")
-    if not (options.out / "sft.jsonl").exists():
+    made = options.out / "demonstrations.json"
+    if made.exists() and json.loads(made.read_text(encoding="utf-8")) != options.demonstrations:
+        raise SystemExit(f"{options.out} was made with other --demonstrations; take another --out.")
+    if not made.exists():
         shown, walking = demonstrations(problems(family, web)), list(walks(family, walked))
-        write_texts(walking, options.out / "texts.txt")
+        write_texts([*shown[:read], *walking], options.out / "texts.txt")
         write_conversations(options.out / "base.jsonl", walking)
         write_conversations(options.out / "sft.jsonl", shown[:few])
-        print(f"{walked} walks; the first {few} of {len(shown)} sessions of the oracle")
+        made.write_text(json.dumps(options.demonstrations), encoding="utf-8")
+        print(f"{walked} walks; the first {read} and {few} of {len(shown)} sessions of the oracle")
     found, known = [], baselines(family, held_out)
     for seed in options.seeds:
         found.append(experiment(seed, options, chosen, held_out, known))

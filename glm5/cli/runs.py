@@ -214,7 +214,7 @@ def reproduce(
     ),
     publish: Annotated[Path | None, typer.Option(help="Copy result, card and plots to a folder there.")] = None,
     add: Annotated[
-        bool, typer.Option("--add", help="Keep the seeds of the result in --publish; run those it lacks.")
+        bool, typer.Option("--add", help="Keep the seeds of the result in --publish; run the others.")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -232,7 +232,7 @@ def reproduce(
         return
     for one, result in results.items():
         typer.echo(summary(result))
-        typer.echo(f"Card: {runs / (f'{one}-quick' if quick else one) / 'card.md'}")
+        typer.echo(f"Card: {(publish / one if publish else runs / (f'{one}-quick' if quick else one)) / 'card.md'}")
 
 
 @app.command()

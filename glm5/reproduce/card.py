@@ -65,7 +65,8 @@ def card(experiment: Experiment, result: dict[str, Any], figures: list[tuple[str
         "decide about the claim. How many seeds would decide assumes that difference and spread stay as they are.",
         _questions(experiment, result),
         "## Variants",
-        f"Means over {_number(len(result['seeds']), 'seed')}, lowest to highest seed in brackets.",
+        f"Means over {_number(len(result['seeds']), 'seed')}, lowest to highest seed in brackets."
+        + (" Some seeds were added after a look at the others; see below." if result.get("added") else ""),
         _table(experiment, result),
         *(f"![{title}]({file})" for file, title in figures),
         "Bands span the seeds." if figures else "",
@@ -85,7 +86,7 @@ def command(result: dict[str, Any]) -> str:
     """The command line that repeats the runs."""
     if result["quick"]:
         return f"glm5 reproduce {result['name']} --quick"
-    return f"glm5 reproduce {result['name']} --seeds {len(result['seeds'])} --steps {result['config']['steps']}"
+    return f"glm5 reproduce {result['name']} --seeds {max(result['seeds']) + 1} --steps {result['config']['steps']}"
 
 
 def _headline(result: dict[str, Any]) -> str:
@@ -120,6 +121,10 @@ def _questions(experiment: Experiment, result: dict[str, Any]) -> str:
 def _where(machine: dict[str, Any]) -> str:
     processor: str = machine["processor"]
     return f"{machine['device']}, beside {processor}" if "device" in machine else processor
+
+
+def _software(software: dict[str, Any]) -> str:
+    return f"glm5 {software['glm5']}, torch {software['torch']}, Python {software['python']}"
 
 
 def _verdict(entry: dict[str, Any]) -> str:
@@ -167,12 +172,12 @@ def _what(experiment: Experiment, result: dict[str, Any]) -> str:
             f"- Training: {(experiment.training or _on_text)(sizes)} All numbers are under `config` in result.json.",
             f"- Text: {corpus.get('text') or _standard_library(corpus)}, vocabulary {corpus['vocab']}; SHA-256 of all "
             f"texts {corpus['sha256'][:16]}….",
-            f"- On: {_where(machine)}, one thread per run; torch {software['torch']}, Python "
-            f"{software['python']}; {result['seconds']['total'] / 60:,.0f} minutes of all runs together.",
+            f"- On: {_where(machine)}, one thread per run; {_software(software)}; "
+            f"{result['seconds']['total'] / 60:,.0f} minutes of all runs together.",
             *(
                 "- Seeds that were added when the result of those before was known, which intervals do not take into "
-                f"account: {', '.join(map(str, part['seeds']))}. On: {_where(part['machine'])}; torch "
-                f"{part['software']['torch']}, Python {part['software']['python']}."
+                f"account: {', '.join(map(str, part['seeds']))}. On: {_where(part['machine'])}; "
+                f"{_software(part['software'])}."
                 for part in result.get("added", [])
             ),
         ]

@@ -21,12 +21,11 @@ from glm5.files import atomic_write, publish_dir
 from glm5.reproduce import verdict
 from glm5.reproduce.card import write_card
 from glm5.reproduce.experiments import EXPERIMENTS
-from glm5.reproduce.joined import check_same, joined, read_result
+from glm5.reproduce.joined import RESULT, check_same, joined, read_published
 from glm5.reproduce.plan import Experiment, Sizes
 from glm5.reproduce.runner import run_all, title
 from glm5.reproduce.worker import PLAN, read_run
 
-RESULT = "result.json"
 QUICK_SEEDS, SEEDS, WORKERS = 2, 3, 2
 TRIAL_STEPS, SPARE = 8, 0.9
 _OLD_NAMES = {"arms": "variants", "arm_steps": "variant_steps"}  # in plans of release 0.1
@@ -51,7 +50,7 @@ def reproduce(
     `minutes`, a trial chooses `steps` such that all runs should fit; after that time no run starts. `quick` only proves
     that everything works; its folder is separate. `workers=0` runs in this process, one run after the other.
     `device` is where models compute (see `choose_device`). `publish` is a folder that gets a copy as `publish/NAME`;
-    with `add`, the seeds of the result that is there stay, and only the others of `range(seeds)` run.
+    with `add`, the seeds of a result that is there stay, with its `steps`, and only the others of `range(seeds)` run.
 
     Raises UsageError for an unknown name, ConfigError for a folder with another plan, Glm5Error for a failed run, and
     without any complete seed.
@@ -63,23 +62,24 @@ def reproduce(
     hands = workers if workers is not None else 0 if quick else WORKERS
     if count < 1 or hands < 0 or (steps is not None and steps < 2) or (minutes is not None and minutes <= 0):
         raise UsageError("--seeds takes 1 or more, --workers 0 or more, --steps 2 or more, --minutes more than 0.")
-    published = publish / name / RESULT if publish is not None else None
-    if add and published is None:
+    if add and publish is None:
         raise UsageError("--add takes the seeds of a published result: name its folder with --publish.")
-    earlier = read_result(published) if add and published is not None else None
+    earlier = read_published(experiment, publish / name) if add and publish is not None else None
     todo = [seed for seed in range(count) if earlier is None or seed not in earlier["seeds"]]
-    if not todo:
-        raise UsageError(f"--seeds {count}: {published} has them all; give more.")
-    if earlier is not None and steps is None:
-        steps = earlier["config"]["steps"]
+    if earlier is not None:
+        if not todo:
+            _say(f"{name}: the published result has all of these seeds")
+            return earlier
+        if steps is None:
+            steps = earlier["config"].get("steps")
     device = str(choose_device(device))
     folder, began = runs / (f"{name}-quick" if quick else name), time.monotonic()
     deadline = None if minutes is None else began + 60 * minutes
     if minutes is not None and earlier is None and not (folder / PLAN).exists():
         steps = _fitting_steps(experiment, folder, quick, count, hands, 60 * minutes, device)
     plan = _claim(experiment, folder, quick, steps, minutes is None or earlier is not None, device)
-    if earlier is not None and published is not None:
-        check_same(earlier, plan, published)
+    if earlier is not None:
+        check_same(earlier, plan, device_name(device))
     report = run_all(experiment, folder, todo, hands, _say, deadline)
     if report.failed:
         why = "; ".join(f"{title(key)} ({reason})" for key, reason in report.failed.items())
@@ -99,6 +99,10 @@ def reproduce(
     files = [folder / RESULT, *write_card(experiment, result, folder)]
     if publish is not None:
         with publish_dir(publish / name) as fresh:
+            if add and read_published(experiment, publish / name) != earlier:
+                raise Glm5Error(
+                    f"{publish / name} has changed while these seeds ran; they are kept: give the same command again."
+                )
             for file in files:
                 shutil.copy(file, fresh / file.name)
     return result

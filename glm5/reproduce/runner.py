@@ -55,8 +55,8 @@ def run_all(
         say(f"{len(report.done)} of {len(keys)} runs are done already")
     running: dict[Key, subprocess.Popen[bytes]] = {}
     told = time.monotonic()
-    with TerminationAsInterrupt(), ExitStack() as stack:
-        stack.callback(lambda: _stop(list(running.values())))
+    with TerminationAsInterrupt() as signals, ExitStack() as stack:
+        stack.callback(lambda: _stop(list(running.values()), signals, say))
         while running or waiting:
             in_time = deadline is None or time.monotonic() < deadline
             ready = [key for key in waiting if _after(experiment, key) in (None, *report.done)] if in_time else []
@@ -121,15 +121,16 @@ def _step(folder: Path, key: Key) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
+def _stop(processes: list[subprocess.Popen[bytes]], signals: TerminationAsInterrupt, say: Say) -> None:
+    signals.ignore()  # a second Ctrl-C must not cost what the runs are saving
     for process in processes:
         process.terminate()
-    try:
-        for process in processes:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(GRACE_SECONDS)
-    finally:  # also if a second signal ends the waiting
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.wait()
+    if processes:
+        say(f"stopping: runs save their state first, which takes {GRACE_SECONDS:g} seconds at most")
+    until = time.monotonic() + GRACE_SECONDS
+    for process in processes:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, until - time.monotonic()))
+    for process in processes:
+        process.kill()
+        process.wait()

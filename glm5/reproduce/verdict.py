@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from statistics import stdev
 from typing import Any
 
-from glm5.reproduce.plan import Experiment, Points, Question
+from glm5.reproduce.plan import Experiment, Question
 from glm5.stats import Interval, mean_interval, paired_difference, t_quantile
 
 MOST_SEEDS = 1000
+COLUMNS = ("step", "mean", "low", "high")
+"""Of a curve."""
 SUPPORTED, CONTRADICTED, UNDECIDED = "supported", "not supported", "undecided"
 
 Values = Mapping[str, Mapping[str, Sequence[float]]]
@@ -120,16 +122,17 @@ def variants(experiment: Experiment, values: Values) -> dict[str, dict[str, dict
 
 
 def curves(experiment: Experiment, runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    """{curve: {variant: {step: [...], mean, low, high}}}; low and high are the lowest and the highest seed."""
+    """{curve: {variant: {seeds, step: [...], mean, low, high}}} at the steps that all seeds with this curve have; low
+    and high are the lowest and the highest of these `seeds`."""
     found: dict[str, dict[str, Any]] = {}
     for variant in experiment.variants:
         for name in sorted({name for run in runs[variant.name] for name in run["curves"]}):
-            seeds: list[Points] = [run["curves"][name] for run in runs[variant.name] if name in run["curves"]]
-            columns = [[points[i][1] for points in seeds] for i in range(min(map(len, seeds)))]
-            found.setdefault(name, {})[variant.name] = {
-                "step": [point[0] for point, _ in zip(seeds[0], columns)],
-                "mean": [sum(column) / len(column) for column in columns],
-                "low": [min(column) for column in columns],
-                "high": [max(column) for column in columns],
-            }
+            seeds = [dict(run["curves"][name]) for run in runs[variant.name] if name in run["curves"]]
+            rows = [
+                (step, sum(column) / len(column), min(column), max(column))
+                for step in seeds[0]
+                if all(step in points for points in seeds) and (column := [points[step] for points in seeds])
+            ]
+            columns = {key: [row[place] for row in rows] for place, key in enumerate(COLUMNS)}
+            found.setdefault(name, {})[variant.name] = {"seeds": len(seeds), **columns}
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import math
@@ -25,11 +26,13 @@ from typer.testing import CliRunner
 from glm5.cli import app
 from glm5.data.packing import Batch
 from glm5.errors import ConfigError, Glm5Error, UsageError
+from glm5.files import publish_dir
 from glm5.model.context import packed_context
 from glm5.reproduce import (
     EXPERIMENTS,
     command,
     efficient_attention,
+    joined,
     muon_split,
     plan,
     reproduce,
@@ -410,7 +413,7 @@ def test_an_interrupted_run_goes_on_from_its_state(
 
 
 @pytest.mark.long
-def test_more_seeds_add_to_what_is_there(finished: Any) -> None:
+def test_more_seeds_add_to_what_is_there(finished: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, _ = finished("mtp")
     before = (worker.run_folder(folder, "one-depth", 0) / "run.json").stat().st_mtime_ns
     result = reproduce("mtp", quick=True, seeds=3, runs=folder.parent)
@@ -421,9 +424,17 @@ def test_more_seeds_add_to_what_is_there(finished: Any) -> None:
     published, runs = folder.parent / "for-adding", folder.parent / "elsewhere"
     shutil.copytree(folder.parent / "published" / "mtp", published / "mtp")
     adding = functools.partial(reproduce, "mtp", quick=True, seeds=3, runs=runs, publish=published, add=True)
-    with pytest.raises(ConfigError, match=r"made with another plan \(steps differ"):
+    with pytest.raises(ConfigError, match=r"mtp cannot stay: their steps was \d+, and is 9 now"):
         adding(steps=9)
     shutil.rmtree(runs)
+    changed = copy.deepcopy(_read(published)) | {"seeds": [0, 5]}
+    with monkeypatch.context() as patch:  # somebody else publishes meanwhile
+        real = command.assemble
+        patch.setattr(command, "assemble", lambda *given: (_publish(published, changed), real(*given))[1])
+        before = _read(published)
+        with pytest.raises(Glm5Error, match="has changed while these seeds ran; they are kept"):
+            adding()
+    _publish(published, before)
     grown = adding()
     assert {path.name for path in (runs / "mtp-quick" / "runs").iterdir()} == {
         f"{variant.name}-2" for variant in EXPERIMENTS["mtp"].variants
@@ -437,11 +448,75 @@ def test_more_seeds_add_to_what_is_there(finished: Any) -> None:
     assert [part["seeds"] for part in grown["added"]] == [[2]]
     assert grown == json.loads((published / "mtp" / "result.json").read_text(encoding="utf-8"))
     assert "do not take into account: 2. On: " in (published / "mtp" / "card.md").read_text(encoding="utf-8")
-    with pytest.raises(UsageError, match="has them all"):
-        adding()
-    (published / "mtp" / "result.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(ConfigError, match="is damaged: it has no quick"):
-        adding()
+    assert adding() == grown, "nothing is left to do"
+
+
+def _read(published: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((published / "mtp" / "result.json").read_text(encoding="utf-8"))
+    return found
+
+
+def _publish(published: Path, result: object) -> None:
+    with publish_dir(published / "mtp") as fresh:
+        (fresh / "result.json").write_text(json.dumps(result), encoding="utf-8")
+
+
+@pytest.mark.long
+def test_seeds_are_added_only_to_a_whole_result_of_this_experiment(finished: Any, tmp_path: Path) -> None:
+    folder, _ = finished("mtp")
+    shutil.copytree(folder.parent / "published" / "mtp", tmp_path / "mtp")
+    whole, experiment = _read(tmp_path), EXPERIMENTS["mtp"]
+    assert joined.read_published(experiment, tmp_path / "mtp") == whole
+    plan = {"quick": True, "sizes": whole["config"], "corpus": whole["corpus"]}
+    joined.check_same(whole, plan, {})
+    with pytest.raises(ConfigError, match="their device was cpu, and is NVIDIA H200 now"):
+        joined.check_same(whole, plan, {"device": "NVIDIA H200"})
+    with pytest.raises(ConfigError, match=r"their corpus.train_tokens was \d+, and is 3 now"):
+        joined.check_same(whole, plan | {"corpus": whole["corpus"] | {"train_tokens": 3}}, {})
+
+    one, values = "one-depth", next(iter(whole["variants"]["one-depth"]))
+    curve = next(iter(whole["curves"]))
+    for path, value in [
+        (("seeds",), []), (("seeds",), ["0", "1"]), (("seeds",), [0, 0]), (("seeds",), [0, -1]), (("seeds",), None),
+        (("seeds",), [0, 1, 2]), (("name",), "muon-split"), (("config",), []), (("variants",), []),
+        (("variants", one), {}), (("variants", one, values, "values"), [1.0]),
+        (("variants", one, values, "values"), [1.0, float("nan")]), (("variants", one, values, "values"), [1.0, "2"]),
+        (("variants", "more"), {}), (("curves",), None), (("curves", curve, one, "step"), [1.0]), (("tokens",), {}),
+        (("seconds",), None), (("seconds", "runs", one), [1.0]), (("machine",), "EPYC"), (("software",), {}),
+        (("details",), 3), (("added",), [{}]),
+    ]:  # fmt: skip
+        broken = copy.deepcopy(whole)
+        functools.reduce(lambda found, key: found[key], path[:-1], broken)[path[-1]] = value
+        _publish(tmp_path, broken)
+        with pytest.raises(ConfigError, match=r"result\.json is (no|a) result .*leave --add out\.$"):
+            joined.read_published(experiment, tmp_path / "mtp")
+    for text in ("[" * 100_000, "{}", "null", '"quick"', "1" * 5000):
+        with publish_dir(tmp_path / "mtp") as fresh:
+            (fresh / "result.json").write_text(text, encoding="utf-8")
+        with pytest.raises(ConfigError, match="is no result of"):
+            joined.read_published(experiment, tmp_path / "mtp")
+    (tmp_path / "mtp" / "result.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ConfigError, match="damaged"):
+        joined.read_published(experiment, tmp_path / "mtp")
+    (tmp_path / "mtp" / "manifest.json").unlink()
+    with pytest.raises(ConfigError, match="has no manifest"):
+        joined.read_published(experiment, tmp_path / "mtp")
+    assert joined.read_published(experiment, tmp_path / "nothing") is None
+
+
+def test_curves_join_at_the_steps_that_all_seeds_have() -> None:
+    experiment = EXPERIMENTS["mtp"]
+    first, *others = (variant.name for variant in experiment.variants)
+    points = [[(1.0, 1.0), (2.0, 3.0), (4.0, 9.0)], [(1.0, 3.0), (3.0, 5.0), (4.0, 4.0)], [(2.0, 7.0), (4.0, 2.0)]]
+
+    def result(seeds: list[int]) -> dict[str, Any]:
+        runs = {first: [{"curves": {"loss": points[seed]} if seed < 3 else {}} for seed in seeds]}
+        return {"seeds": seeds, "curves": verdict.curves(experiment, runs | {key: [] for key in others})}
+
+    whole = result([0, 1, 2, 3])["curves"]
+    assert whole == {"loss": {first: {"seeds": 3, "step": [4.0], "mean": [5.0], "low": [2.0], "high": [9.0]}}}
+    for left, right in (([0, 1], [2, 3]), ([3, 0], [1, 2]), ([3], [0, 1, 2]), ([0, 1, 2], [3])):
+        assert joined._curves(result(left), result(right)) == whole, (left, right)
 
 
 def test_another_plan_is_refused(finished: Any) -> None:
@@ -583,12 +658,16 @@ def command_line(pid: int) -> str:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
     ("command", "often", "end"),
-    [("exec sleep 100", 1, signal.SIGTERM), ("trap '' TERM; exec sleep 100", 2, signal.SIGKILL)],
+    [
+        ("exec sleep 100", 1, -signal.SIGTERM),
+        ("trap 'sleep 0.6; exit 7' TERM; while :; do sleep 0.1; done", 2, 7),  # it saves while the second one comes
+        ("trap '' TERM; exec sleep 100", 1, -signal.SIGKILL),
+    ],
 )
 def test_workers_do_not_outlive_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, command: str, often: int, end: int
 ) -> None:
-    processes = []
+    processes, said = list[subprocess.Popen[bytes]](), list[str]()
 
     def start(folder: Path, key: tuple[str, int]) -> subprocess.Popen[bytes]:
         processes.append(subprocess.Popen(["sh", "-c", command]))
@@ -597,9 +676,11 @@ def test_workers_do_not_outlive_the_command(
         return processes[-1]
 
     monkeypatch.setattr(runner, "_start", start)
+    monkeypatch.setattr(runner, "GRACE_SECONDS", 2.0)
     with pytest.raises(KeyboardInterrupt):
-        runner.run_all(EXPERIMENTS["mtp"], tmp_path, [0], 1, lambda text: None)
-    assert [process.returncode for process in processes] == [-end]
+        runner.run_all(EXPERIMENTS["mtp"], tmp_path, [0], 1, said.append)
+    assert [process.returncode for process in processes] == [end]
+    assert said == ["stopping: runs save their state first, which takes 2 seconds at most"]
 
 
 def test_why_a_worker_ended(tmp_path: Path) -> None:
