@@ -358,7 +358,7 @@ def experiment(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser, updates=80, text_steps=300, base_steps=1500, sft_steps=20, sft_rate="2e-3")
+    add_arguments(parser, updates=80, text_steps=300, base_steps=1500, sft_steps=40, sft_rate="2e-3")
     parser.add_argument("--held-out", type=int, default=400)
     parser.add_argument("--questions", type=int, default=3000)
     parser.add_argument("--draw", type=int, default=0, help="seed of the questions: to tune, take other ones")

@@ -427,14 +427,17 @@ def test_more_seeds_add_to_what_is_there(finished: Any, monkeypatch: pytest.Monk
     with pytest.raises(ConfigError, match=r"mtp cannot stay: their steps was \d+, and is 9 now"):
         adding(steps=9)
     shutil.rmtree(runs)
-    changed = copy.deepcopy(_read(published)) | {"seeds": [0, 5]}
-    with monkeypatch.context() as patch:  # somebody else publishes meanwhile
-        real = command.assemble
-        patch.setattr(command, "assemble", lambda *given: (_publish(published, changed), real(*given))[1])
-        before = _read(published)
-        with pytest.raises(Glm5Error, match="has changed while these seeds ran; they are kept"):
-            adding()
-    _publish(published, before)
+    first, assemble = _read(published), command.assemble
+
+    def while_another_publishes(*given: Any) -> dict[str, Any]:
+        _publish(published, first | {"seeds": [0, 5]})
+        return assemble(*given)
+
+    monkeypatch.setattr(command, "assemble", while_another_publishes)
+    with pytest.raises(Glm5Error, match="has changed while these seeds ran; they are kept"):
+        adding()
+    monkeypatch.undo()
+    _publish(published, first)
     grown = adding()
     assert {path.name for path in (runs / "mtp-quick" / "runs").iterdir()} == {
         f"{variant.name}-2" for variant in EXPERIMENTS["mtp"].variants
