@@ -6,10 +6,14 @@ is bounded, and what does not have the form of a reply is an `EndpointError`, or
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import re
+import socket
+import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
@@ -48,6 +52,58 @@ class EndpointError(EngineError):
     refused = False
     too_long = False
     tries = 0
+
+
+class _Connections:
+    """A client's connections, which can be closed while other threads wait for answers: these fail at once.
+
+    To close a socket does not wake a thread that reads from it, to shut it down does. The descriptors are closed by the
+    last one who used any: a closed one's number may be another file's by the time that such a thread waits for it.
+    """
+
+    def __init__(self, client: httpx.Client) -> None:
+        self._client, self._lock = client, threading.Lock()
+        self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+        self._closed, self._busy = False, 0
+
+    @contextlib.contextmanager
+    def stream(self, method: str, url: str, content: bytes | None = None) -> Iterator[httpx.Response]:
+        """`httpx.Client.stream`. Raises EndpointError once it is closed."""
+        with self._lock:
+            if self._closed:
+                raise EndpointError(f"{url} is not asked any more: the connections were closed.")
+            self._busy += 1
+        try:
+            with self._client.stream(method, url, content=content, extensions={"trace": self._made}) as answer:
+                yield answer
+        finally:
+            with self._lock:
+                self._busy -= 1
+                last = self._closed and not self._busy
+            if last:
+                self._client.close()
+
+    def _made(self, event: str, about: Mapping[str, Any]) -> None:
+        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+            made = about["return_value"].get_extra_info("socket")
+            with self._lock:
+                self._sockets.add(made)
+                closed = self._closed
+            if closed:
+                _shut_down(made)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed, sockets, idle = True, list(self._sockets), not self._busy
+        for one in sockets:
+            _shut_down(one)
+        if idle:
+            self._client.close()
+
+
+def _shut_down(one: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it has ended
+        socket.socket.shutdown(one, socket.SHUT_RDWR)  # not TLS's own, which a reading thread trips over
 
 
 @dataclass(frozen=True)
@@ -115,14 +171,16 @@ class Endpoint:
             self._options |= {"thinking": {"type": "enabled", "budget_tokens": thinking}}
         self._pauses = PAUSES_S if pauses is None else pauses
         local = parts.hostname in ("127.0.0.1", "localhost", "::1")
-        self._client = httpx.Client(
+        client = httpx.Client(
             timeout=httpx.Timeout(seconds, connect=10.0), trust_env=not local, headers=self._wire.headers(key)
         )
+        self._connections = _Connections(client)
         self._names, self._whole_s = [name] if name else [], whole_s  # one list for all that `asking` makes
         self._ours: list[bool] = []  # as well
 
     def close(self) -> None:
-        self._client.close()
+        """Close the connections. A request that waits for an answer in another thread fails at once."""
+        self._connections.close()
 
     def asking(self, **options: Any) -> Endpoint:
         """The same model over the same connections, with other or more fields in its requests, such as `top_p`."""
@@ -192,7 +250,7 @@ class Endpoint:
     def _once(self, data: bytes, on_delta: wire.OnDelta) -> Reply:
         url = self.base + self._wire.path
         try:
-            with self._client.stream("POST", url, content=data) as answer:
+            with self._connections.stream("POST", url, data) as answer:
                 if answer.status_code != 200:
                     raise self._refusal(url, answer.status_code, b"".join(_bounded(answer.iter_bytes(), 1 << 16)))
                 draft = wire.Draft(on_delta)
@@ -215,7 +273,7 @@ class Endpoint:
 
     def _get(self, path: str) -> Any:
         try:
-            with self._client.stream("GET", self.base + path) as answer:
+            with self._connections.stream("GET", self.base + path) as answer:
                 if answer.status_code != 200:
                     raise EndpointError(f"{self.base}{path}: status {answer.status_code}.")
                 return _json(b"".join(_bounded(answer.iter_bytes(), MOST_BYTES)))
