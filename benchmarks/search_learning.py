@@ -398,15 +398,15 @@ def main() -> None:
     held_out = [one for one in held_out_problems(family, options.held_out, "search") if isinstance(one, SearchProblem)]
     if len(held_out) < options.held_out:
         raise SystemExit(f"{web} has only {len(held_out)} held-out questions; raise --questions, or lower --held-out.")
-    made = options.out / "demonstrations.json"
-    if made.exists() and json.loads(made.read_text(encoding="utf-8")) != options.demonstrations:
+    counts = options.out / "demonstrations.json"
+    if counts.exists() and json.loads(counts.read_text(encoding="utf-8")) != options.demonstrations:
         raise SystemExit(f"{options.out} was made with other --demonstrations; take another --out.")
-    if not made.exists():
+    if not counts.exists():
         shown, walking = demonstrations(problems(family, web)), list(walks(family, walked))
         write_texts([*shown[:read], *walking], options.out / "texts.txt")
         write_conversations(options.out / "base.jsonl", walking)
         write_conversations(options.out / "sft.jsonl", shown[:few])
-        made.write_text(json.dumps(options.demonstrations), encoding="utf-8")
+        counts.write_text(json.dumps(options.demonstrations), encoding="utf-8")
         print(f"{walked} walks; the first {read} and {few} of {len(shown)} sessions of the oracle")
     found, known = [], baselines(family, held_out)
     for seed in options.seeds:

@@ -57,8 +57,8 @@ class EndpointError(EngineError):
 class _Connections:
     """A client's connections, which can be closed while other threads wait for answers: these fail at once.
 
-    To close a socket does not wake a thread that reads from it, to shut it down does. The descriptors are closed by the
-    last one who used any: a closed one's number may be another file's by the time that such a thread waits for it.
+    Closing a socket does not wake a thread that reads from it; shutting it down does. The last request closes the
+    descriptors. Earlier, a thread could wait for a closed one's number when that is already another file's.
     """
 
     def __init__(self, client: httpx.Client) -> None:

@@ -23,7 +23,7 @@ from glm5.reproduce.card import write_card
 from glm5.reproduce.experiments import EXPERIMENTS
 from glm5.reproduce.joined import RESULT, check_same, joined, read_published
 from glm5.reproduce.plan import Experiment, Sizes
-from glm5.reproduce.runner import run_all, title
+from glm5.reproduce.runner import Report, run_all, title
 from glm5.reproduce.worker import PLAN, read_run
 
 QUICK_SEEDS, SEEDS, WORKERS = 2, 3, 2
@@ -62,50 +62,61 @@ def reproduce(
     hands = workers if workers is not None else 0 if quick else WORKERS
     if count < 1 or hands < 0 or (steps is not None and steps < 2) or (minutes is not None and minutes <= 0):
         raise UsageError("--seeds takes 1 or more, --workers 0 or more, --steps 2 or more, --minutes more than 0.")
-    if add and publish is None:
+    published = None if publish is None else publish / name
+    if add and published is None:
         raise UsageError("--add takes the seeds of a published result: name its folder with --publish.")
-    earlier = read_published(experiment, publish / name) if add and publish is not None else None
-    todo = [seed for seed in range(count) if earlier is None or seed not in earlier["seeds"]]
+    earlier = read_published(experiment, published) if add and published is not None else None
+    known = earlier["seeds"] if earlier is not None else []
+    todo = [seed for seed in range(count) if seed not in known]
     if earlier is not None:
+        steps = earlier["config"].get("steps") if steps is None else steps
         if not todo:
             _say(f"{name}: the published result has all of these seeds")
             return earlier
-        if steps is None:
-            steps = earlier["config"].get("steps")
     device = str(choose_device(device))
     folder, began = runs / (f"{name}-quick" if quick else name), time.monotonic()
     deadline = None if minutes is None else began + 60 * minutes
-    if minutes is not None and earlier is None and not (folder / PLAN).exists():
+    fixed = minutes is None or earlier is not None  # the steps do not follow from the time
+    if minutes is not None and not fixed and not (folder / PLAN).exists():
         steps = _fitting_steps(experiment, folder, quick, count, hands, 60 * minutes, device)
-    plan = _claim(experiment, folder, quick, steps, minutes is None or earlier is not None, device)
+    plan = _claim(experiment, folder, quick, steps, fixed, device)
     if earlier is not None:
         check_same(earlier, plan, device_name(device))
     report = run_all(experiment, folder, todo, hands, _say, deadline)
-    if report.failed:
-        why = "; ".join(f"{title(key)} ({reason})" for key, reason in report.failed.items())
-        raise Glm5Error(
-            f"{len(report.failed)} of {len(todo) * len(experiment.variants)} runs failed: {why}\n"
-            f"Their logs are {folder}/runs/*/log.txt; the same command goes on with what is left."
-        )
-    whole = [seed for seed in todo if all((variant.name, seed) in report.done for variant in experiment.variants)]
-    if not whole:
-        raise Glm5Error(f"No seed of {name} was finished in {minutes:g} minutes; the same command goes on from there.")
-    if report.left:
-        _say(f"time is up: {len(report.left)} runs were not begun; the same command goes on")
-    result = assemble(experiment, folder, plan, whole)
+    result = assemble(experiment, folder, plan, _whole_seeds(experiment, folder, todo, report, minutes))
     if earlier is not None:
         result = joined(experiment, earlier, result)
     atomic_write(folder / RESULT, json.dumps(result, indent=1, allow_nan=False) + "\n")
     files = [folder / RESULT, *write_card(experiment, result, folder)]
-    if publish is not None:
-        with publish_dir(publish / name) as fresh:
-            if add and read_published(experiment, publish / name) != earlier:
+    if published is not None:
+        with publish_dir(published) as fresh:
+            if add and read_published(experiment, published) != earlier:
                 raise Glm5Error(
-                    f"{publish / name} has changed while these seeds ran; they are kept: give the same command again."
+                    f"{published} has changed while these seeds ran; they are kept: give the same command again."
                 )
             for file in files:
                 shutil.copy(file, fresh / file.name)
     return result
+
+
+def _whole_seeds(
+    experiment: Experiment, folder: Path, seeds: Sequence[int], report: Report, minutes: float | None
+) -> list[int]:
+    """The seeds of which all variants are done. Raises Glm5Error if a run failed, or without such a seed."""
+    if report.failed:
+        why = "; ".join(f"{title(key)} ({reason})" for key, reason in report.failed.items())
+        raise Glm5Error(
+            f"{len(report.failed)} of {len(seeds) * len(experiment.variants)} runs failed: {why}\n"
+            f"Their logs are {folder}/runs/*/log.txt; the same command goes on with what is left."
+        )
+    whole = [seed for seed in seeds if all((variant.name, seed) in report.done for variant in experiment.variants)]
+    if not whole:
+        raise Glm5Error(
+            f"No seed of {experiment.name} was finished in {minutes:g} minutes; the same command goes on from there."
+        )
+    if report.left:
+        _say(f"time is up: {len(report.left)} runs were not begun; the same command goes on")
+    return whole
 
 
 def reproduce_all(**options: Any) -> dict[str, dict[str, Any]]:

@@ -87,8 +87,8 @@ class _Published(_Part):
 
 
 def read_published(experiment: Experiment, folder: Path) -> dict[str, Any] | None:
-    """The result that is published in `folder`, or None if there is none. Raises ConfigError if seeds cannot be added
-    to it: its files are damaged, or it is another experiment's or an earlier version's."""
+    """The published result in `folder`; None without one. Raises ConfigError if seeds cannot be added to it: its files
+    are damaged, or it is another experiment's or an earlier version's."""
     if not (folder / RESULT).exists():
         return None
     remedy = "To run all seeds anew, leave --add out."
@@ -135,8 +135,8 @@ def _device(machine: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def joined(experiment: Experiment, earlier: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
-    """The result of all seeds, judged anew. `added` says which came later, and where they ran. Raises ConfigError if
-    the two were not measured in the same way."""
+    """The result of all seeds, judged anew; `added` lists the later seeds with their software and machine. Raises
+    ConfigError if the two have other metrics."""
     values: dict[str, dict[str, list[float]]] = {}
     for variant in experiment.variants:
         before, now = earlier["variants"][variant.name], later["variants"][variant.name]
