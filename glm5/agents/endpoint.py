@@ -10,16 +10,14 @@ import contextlib
 import copy
 import json
 import re
-import socket
-import threading
 import time
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from glm5.agents import wire
+from glm5.agents.connections import Connections, read_rest
 from glm5.errors import EngineError, MissingExtraError, UsageError
 from glm5.records import Message
 
@@ -28,9 +26,12 @@ try:
 except ImportError as error:
     raise MissingExtraError("httpx", "serve") from error
 
+Found = TypeVar("Found")
 Dialect = Literal["openai", "completions", "anthropic"]
 MOST_BYTES = 16 << 20
 """Maximum bytes of one answer."""
+MOST_SAID = 1 << 16
+"""Maximum bytes that are read of a refusal."""
 OWNER = "glm5"
 """What `glm5 serve` says of its model: who owns it."""
 RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
@@ -47,63 +48,12 @@ PAUSES_S = (0.5, 2.0, 8.0, 20.0)
 class EndpointError(EngineError):
     """The model's server refused a request, could not be reached, or answered something that is not a reply.
     `refused`: it answered that it will not answer this request. `too_long`: it seems to have refused it for the length
-    of its prompt. `tries`: the requests for an answer that were made."""
+    of its prompt. `may_pass`: the same request may get an answer later. `tries`: the requests that were made."""
 
     refused = False
     too_long = False
+    may_pass = False
     tries = 0
-
-
-class _Connections:
-    """A client's connections, which can be closed while other threads wait for answers: these fail at once.
-
-    Closing a socket does not wake a thread that reads from it; shutting it down does. The last request closes the
-    descriptors. Earlier, a thread could wait for a closed one's number when that is already another file's.
-    """
-
-    def __init__(self, client: httpx.Client) -> None:
-        self._client, self._lock = client, threading.Lock()
-        self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-        self._closed, self._busy = False, 0
-
-    @contextlib.contextmanager
-    def stream(self, method: str, url: str, content: bytes | None = None) -> Iterator[httpx.Response]:
-        """`httpx.Client.stream`. Raises EndpointError once it is closed."""
-        with self._lock:
-            if self._closed:
-                raise EndpointError(f"{url} is not asked any more: the connections were closed.")
-            self._busy += 1
-        try:
-            with self._client.stream(method, url, content=content, extensions={"trace": self._made}) as answer:
-                yield answer
-        finally:
-            with self._lock:
-                self._busy -= 1
-                last = self._closed and not self._busy
-            if last:
-                self._client.close()
-
-    def _made(self, event: str, about: Mapping[str, Any]) -> None:
-        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
-            made = about["return_value"].get_extra_info("socket")
-            with self._lock:
-                self._sockets.add(made)
-                closed = self._closed
-            if closed:
-                _shut_down(made)
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed, sockets, idle = True, list(self._sockets), not self._busy
-        for one in sockets:
-            _shut_down(one)
-        if idle:
-            self._client.close()
-
-
-def _shut_down(one: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # it has ended
-        socket.socket.shutdown(one, socket.SHUT_RDWR)  # not TLS's own, which a reading thread trips over
 
 
 @dataclass(frozen=True)
@@ -138,9 +88,9 @@ class Endpoint:
         name: of the model; "" takes the first one that the server lists.
         thinking: tokens of thinking to ask for in Messages; 0 asks for none. Chat Completions leave it to the server.
         seconds: maximum time of silence while waiting for an answer.
-        whole_s: maximum time of one answer.
+        whole_s: maximum time of one answer's body.
 
-    Raises UsageError for a URL that is not http or https.
+    Raises UsageError for what is not an http or https URL.
     """
 
     def __init__(
@@ -157,8 +107,8 @@ class Endpoint:
         whole_s: float = 3600.0,
         pauses: Sequence[float] | None = None,
     ) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        host = _host(url)
+        if host is None:
             raise UsageError(f"{url!r:.80} is neither a checkpoint directory nor an http(s) URL of a server.")
         if dialect not in wire.DIALECTS:
             raise UsageError(f"The dialect is one of {', '.join(wire.DIALECTS)}, not {dialect!r:.40}.")
@@ -170,16 +120,19 @@ class Endpoint:
         if thinking and dialect == "anthropic":
             self._options |= {"thinking": {"type": "enabled", "budget_tokens": thinking}}
         self._pauses = PAUSES_S if pauses is None else pauses
-        local = parts.hostname in ("127.0.0.1", "localhost", "::1")
         client = httpx.Client(
-            timeout=httpx.Timeout(seconds, connect=10.0), trust_env=not local, headers=self._wire.headers(key)
+            timeout=httpx.Timeout(seconds, connect=10.0, pool=None),
+            # As many connections as threads ask. At a limit, httpcore closes some that it takes for idle ones.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            trust_env=host not in ("127.0.0.1", "localhost", "::1"),
+            headers=self._wire.headers(key) | {"accept-encoding": "identity"},
         )
-        self._connections = _Connections(client)
+        self._connections = Connections(client)
         self._names, self._whole_s = [name] if name else [], whole_s  # one list for all that `asking` makes
         self._ours: list[bool] = []  # as well
 
     def close(self) -> None:
-        """Close the connections. A request that waits for an answer in another thread fails at once."""
+        """Close the connections. A request of another thread fails at once, or within 10 s if it still connects."""
         self._connections.close()
 
     def asking(self, **options: Any) -> Endpoint:
@@ -198,19 +151,23 @@ class Endpoint:
         """The model's name; asks the server if it was not given."""
         if not self._names:
             try:
-                self._names.append(str(self._get("/v1/models")["data"][0]["id"]))
+                first = self._listed()[0]["id"]
+                if not isinstance(first, str):
+                    raise TypeError(f"its first one is {first!r:.40}")
+                self._names.append(first)
             except (EndpointError, LookupError, TypeError) as error:
                 raise EndpointError(f"{self.base} does not list its models; name one. ({error})") from error
         return self._names[0]
 
     @property
     def ours(self) -> bool:
-        """Whether `glm5 serve` has the model. Asks the server once; a failure counts as no."""
+        """Whether `glm5 serve` has the model. Asks the server once; no answer counts as no, for now."""
         if not self._ours:
             try:
-                listed = self._get("/v1/models")["data"]
-                self._ours.append(any(one["id"] == self.name and one["owned_by"] == OWNER for one in listed))
-            except (EndpointError, httpx.HTTPError, LookupError, TypeError):
+                self._ours.append(any(one["id"] == self.name and one["owned_by"] == OWNER for one in self._listed()))
+            except (EndpointError, LookupError, TypeError) as error:
+                if getattr(error, "may_pass", False):
+                    return False
                 self._ours.append(False)
         return self._ours[0]
 
@@ -232,16 +189,19 @@ class Endpoint:
         body = self._wire.request(self.name, messages, tools) | self._options
         data = json.dumps(body, ensure_ascii=True).encode()
         told = on_delta or (lambda kind, text: None)
+        return self._repeated(lambda tries: replace(self._once(data, told), tries=tries), told)
+
+    def _repeated(self, ask: Callable[[int], Found], told: wire.OnDelta) -> Found:
+        """What `ask` returns, which gets the number of the try, after pauses if it fails for a reason that may pass."""
         for tries, pause in enumerate((*self._pauses, None), 1):
             try:
-                return replace(self._once(data, told), tries=tries)
+                return ask(tries)
             except _MayPass as error:
                 told("wait", "")
-                if pause is None:
+                if pause is None or self._connections.closed_within(pause):
                     failed = EndpointError(str(error))
-                    failed.tries = tries
+                    failed.may_pass, failed.tries = True, tries
                     raise failed from error
-                time.sleep(pause)
             except EndpointError as error:
                 error.tries = tries
                 raise
@@ -250,18 +210,16 @@ class Endpoint:
     def _once(self, data: bytes, on_delta: wire.OnDelta) -> Reply:
         url = self.base + self._wire.path
         try:
-            with self._connections.stream("POST", url, data) as answer:
-                if answer.status_code != 200:
-                    raise self._refusal(url, answer.status_code, b"".join(_bounded(answer.iter_bytes(), 1 << 16)))
-                draft = wire.Draft(on_delta)
-                stream = _told(_bounded(answer.iter_bytes(), MOST_BYTES, self._whole_s), on_delta)
+            with self._stream("POST", url, data) as answer:
+                draft, chunks = wire.Draft(on_delta), answer.iter_raw()
+                stream = _told(_bounded(chunks, MOST_BYTES, self._whole_s), on_delta)
                 if "text/event-stream" in answer.headers.get("content-type", ""):
                     for event in _events(stream):
                         self._wire.feed(draft, event)
+                    if draft.finish_reason:
+                        read_rest(answer, chunks)
                 else:
-                    self._wire.whole(draft, _json(b"".join(stream)))
-        except (httpx.TransportError, httpx.StreamError) as error:
-            raise _MayPass(f"{url} does not answer: {str(error) or type(error).__name__}.") from error
+                    self._wire.whole(draft, _whole(b"".join(stream)))
         except wire.StreamFailed as error:
             raise _MayPass(f"{url} failed in the middle of an answer: {error}") from error
         except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:
@@ -271,20 +229,44 @@ class Endpoint:
         message, broken = draft.message()
         return Reply(message, draft.finish_reason, draft.prompt_tokens, draft.completion_tokens, broken)
 
-    def _get(self, path: str) -> Any:
+    def _listed(self) -> Any:
+        """The models that the server lists; anything, if it lists none. A server that cannot be reached, which is most
+        often a wrong address, is not asked again."""
+        url = f"{self.base}/v1/models"
+
+        def ask(tries: int) -> Any:
+            try:
+                with self._stream("GET", url) as answer:
+                    return _json(b"".join(_bounded(answer.iter_raw(), MOST_BYTES)))
+            except _Unreachable as error:
+                failed = EndpointError(str(error))
+                failed.may_pass = True
+                raise failed from error
+
+        return self._repeated(ask, lambda kind, text: None)["data"]
+
+    @contextlib.contextmanager
+    def _stream(self, method: str, url: str, data: bytes | None = None) -> Iterator[httpx.Response]:
+        """An answer with status 200 that is not compressed: a few bytes of those can grow without end. Raises
+        EndpointError, also in the block for connections that break."""
         try:
-            with self._connections.stream("GET", self.base + path) as answer:
+            with self._connections.stream(method, url, data) as answer:
+                encoding = answer.headers.get("content-encoding", "identity")
                 if answer.status_code != 200:
-                    raise EndpointError(f"{self.base}{path}: status {answer.status_code}.")
-                return _json(b"".join(_bounded(answer.iter_bytes(), MOST_BYTES)))
-        except (httpx.TransportError, httpx.StreamError) as error:
-            raise EndpointError(f"{self.base} does not answer: {str(error) or type(error).__name__}.") from error
+                    raise self._refusal(url, answer.status_code, _beginning(answer.iter_raw(), MOST_SAID))
+                if encoding != "identity":
+                    raise EndpointError(f"{url} answered in the encoding {encoding!r:.40}, without being asked to.")
+                yield answer
+        except (httpx.RequestError, httpx.StreamError) as error:
+            raise _Unreachable(f"{url} does not answer: {str(error) or type(error).__name__}.") from error
+        except ConnectionAbortedError as error:
+            raise EndpointError(str(error)) from error
 
     def _refusal(self, url: str, status: int, body: bytes) -> EndpointError:
         try:
             found = json.loads(body)["error"]
             said = str(found["message"] if isinstance(found, dict) else found)
-        except (ValueError, LookupError, TypeError):
+        except (ValueError, LookupError, TypeError, RecursionError):
             said = body.decode("utf-8", "replace")
         text = f"{url} refused the request with status {status}: {' '.join(said.split())[:400]}"
         refusal = _MayPass(text) if status in RETRIED else EndpointError(text)
@@ -297,12 +279,52 @@ class Endpoint:
 class _MayPass(EndpointError):
     """A failure that the same request may not meet again."""
 
+    may_pass = True
+
+
+class _Unreachable(_MayPass):
+    """The server does not answer."""
+
+
+def _host(url: str) -> str | None:
+    """The host of an http or https URL."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port  # may be no port
+        httpx.URL(url)
+    except (ValueError, httpx.InvalidURL):
+        return None
+    return parts.hostname if parts.scheme in ("http", "https") and port != 0 else None
+
 
 def _json(data: bytes) -> Any:
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
         raise EndpointError(f"The server's answer is not JSON: {data[:80]!r}.") from error
+
+
+def _whole(data: bytes) -> Any:
+    """The JSON of an answer that is not streamed. One that only misses its end may come whole the next time."""
+    try:
+        return _json(data)
+    except EndpointError as error:
+        cause = error.__cause__
+        if isinstance(cause, json.JSONDecodeError) and (
+            cause.pos >= len(cause.doc.rstrip()) or cause.msg.startswith("Unterminated")
+        ):
+            raise _MayPass(f"The server's answer breaks off: {data[-80:]!r}.") from error
+        raise
+
+
+def _beginning(chunks: Iterator[bytes], most: int) -> bytes:
+    """The first `most` bytes, as far as they come within a minute."""
+    read, began = bytearray(), time.monotonic()
+    for chunk in chunks:
+        read += chunk
+        if len(read) >= most or time.monotonic() - began > 60:
+            break
+    return bytes(read[:most])
 
 
 def _bounded(chunks: Iterator[bytes], most: int, seconds: float = 60.0) -> Iterator[bytes]:
@@ -324,7 +346,7 @@ def _told(chunks: Iterator[bytes], on_delta: wire.OnDelta) -> Iterator[bytes]:
 
 
 def _events(chunks: Iterator[bytes]) -> Iterator[Any]:
-    """The JSON values of server-sent events."""
+    """The JSON values of server-sent events, up to the one that says that there are no more."""
     rest: list[bytes] = []
     for chunk in chunks:
         rest.append(chunk)
@@ -334,5 +356,11 @@ def _events(chunks: Iterator[bytes]) -> Iterator[Any]:
         rest = [last]
         for line in lines:
             data = line.removeprefix(b"data:").strip()
-            if line.startswith(b"data:") and data and data != b"[DONE]":
-                yield _json(data)
+            if not line.startswith(b"data:") or not data:
+                continue
+            if data == b"[DONE]":
+                return
+            event = _json(data)
+            yield event
+            if isinstance(event, dict) and event.get("type") == "message_stop":
+                return

@@ -72,7 +72,7 @@ def browse(
         agent = SearchAgent(asked, policy, turns, measure.count, measure.overhead, tools=tools, sends_tools=sent)
         found = evaluate(
             family, own["split"], problems, agent, judge=judge, at_once=at_once,
-            log=out / "episodes.jsonl" if out is not None else None,
+            log=out / "episodes.jsonl" if out is not None else None, endpoint=endpoint,
             told=lambda done, total: status.update(f"{done} of {total} questions"),
         )  # fmt: skip
     found |= {"context": own["context"]}

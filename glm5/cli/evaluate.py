@@ -101,6 +101,7 @@ def evaluate(
             raise typer.Exit(1)
         return
     from glm5.eval.contamination import trained_texts
+    from glm5.eval.remote_player import simulated_user
     from glm5.eval.suite import find_suite, run_suite
     from glm5.obs.progress import QuietConsole
 
@@ -130,8 +131,9 @@ def evaluate(
             grader, named = _judge(judge, chosen, judge_name, judge_key_file, concurrency)
             told = {**told, "judge": named}
         if user is not None:
-            person, played_by = _user(user, user_name, user_key_file)
-            told = {**told, "user": played_by}
+            player.user = _user(user, user_name, user_key_file)
+            person = simulated_user(player.user)
+            told = {**told, "user": {"url": player.user.base, "name": player.user.name}}
 
         def advance(what: str, done: int, total: int) -> None:
             status.update(f"{what} ({done} of {total})")
@@ -269,15 +271,14 @@ def _served(
     return with_tokenizer(suite, model), RemotePlayer(endpoint, concurrency, tokenizer=tokenizer), told
 
 
-def _user(url: str, name: str, key_file: Path | None) -> tuple[Any, dict[str, str]]:
+def _user(url: str, name: str, key_file: Path | None) -> Any:
+    """The endpoint that plays the users of dialogues."""
     from glm5.agents.endpoint import Endpoint
-    from glm5.eval.remote_player import simulated_user
     from glm5.serve.keys import find_key
 
     if "@" in url:
         raise UsageError("The user's URL has a password, which would be written down; give its key by a file.")
-    endpoint = Endpoint(url, name, key=find_key("user", None, key_file), temperature=0.0)
-    return simulated_user(endpoint), {"url": endpoint.base, "name": endpoint.name}
+    return Endpoint(url, name, key=find_key("user", None, key_file), temperature=0.0)
 
 
 def _judge(url: str, suite: Any, name: str, key_file: Path | None, concurrency: int) -> tuple[Any, dict[str, str]]:

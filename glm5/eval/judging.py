@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Protocol, TypeVar
 
+from glm5.agents.connections import AskingThreads
 from glm5.agents.endpoint import Endpoint, EndpointError
 from glm5.agents.wire import OnDelta
 
@@ -27,7 +28,7 @@ def run_jobs(
     jobs: Iterable[tuple[Name, Job[Found]]], concurrency: int, endpoint: Endpoint | None = None
 ) -> Iterator[tuple[Name, Found | str]]:
     """The results of jobs, `concurrency` at a time. Raises EndpointError after `MOST_FAILED` in a row without a
-    verdict; then the endpoint is closed, so that no request goes on."""
+    verdict; then, and if not all is consumed, the endpoint is closed, so that no request goes on."""
     left, stopped = iter(jobs), threading.Event()
     running: dict[Future[Found | str], Name] = {}
     failed = 0
@@ -36,7 +37,7 @@ def run_jobs(
         if stopped.is_set():
             raise EndpointError("The evaluation was stopped.")
 
-    with ThreadPoolExecutor(concurrency, "judge") as threads:
+    with AskingThreads(concurrency, "judge", endpoint) as threads:
         try:
             while True:
                 while len(running) < concurrency and (following := next(left, None)) is not None:
@@ -51,5 +52,3 @@ def run_jobs(
                         raise EndpointError(f"The judge gave no verdict {failed} times in a row; the last: {found}")
         finally:
             stopped.set()
-            if running and endpoint is not None:
-                endpoint.close()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import Any
 
+from glm5.agents.connections import AskingThreads
 from glm5.agents.context import ContextPolicy, fold
 from glm5.agents.endpoint import Endpoint, EndpointError
 from glm5.agents.models import Measure, approximate_measure, exact_measure
@@ -32,17 +33,19 @@ class RemotePlayer:
     Whether to think is said as `chat_template_kwargs`, which servers of open models know, if `template`. Tools that the
     suite does not show go only to servers of ours, which read their calls; other servers get none. A request that
     the server refuses is an error of that problem alone, but `MOST_REFUSED` without an answer in between end the run.
-    `tokenizer` measures prompts for context policies; without one they are estimated.
+    `tokenizer` measures prompts for context policies; without one they are estimated. `user` plays the users of
+    dialogues, if a model does.
     """
 
     endpoint: Endpoint
     concurrency: int = 8
     template: bool = True
     tokenizer: Tokenizer | None = None
+    user: Endpoint | None = None
 
     def play(self, problems: Numbered, suite: Suite, part: SuitePart, seed: int) -> Iterator[tuple[int, Played]]:
-        """Raises EndpointError if the server cannot be reached, or refuses many requests. Then the endpoint is closed,
-        so that no request goes on."""
+        """Raises EndpointError if the server cannot be reached, or refuses many requests. Then, and if not all is
+        consumed, the endpoints are closed, so that no request goes on."""
         tokens = part.max_tokens or suite.max_tokens
         model = self.endpoint.asking(max_tokens=tokens, temperature=suite.temperature, top_p=suite.top_p)
         model = model.asking(stop=suite.stop) if suite.stop else model
@@ -57,7 +60,7 @@ class RemotePlayer:
         def begin(problem: Problem) -> Played:
             return play_messages(problem, model, suite, self.template and not suite.plain, told, self.tokenizer)
 
-        with ThreadPoolExecutor(self.concurrency, "eval") as threads:
+        with AskingThreads(self.concurrency, "eval", self.endpoint, self.user) as threads:
             try:
                 while True:
                     while len(running) < self.concurrency and (following := next(left, None)) is not None:
@@ -84,8 +87,6 @@ class RemotePlayer:
                         raise failed
             finally:
                 stopped.set()
-                if running:
-                    self.endpoint.close()
 
 
 def simulated_user(endpoint: Endpoint) -> UserModel:

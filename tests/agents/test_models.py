@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import socket
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
-import httpx
 import pytest
 
 from glm5.agents import wire
@@ -56,28 +53,6 @@ def test_messages_are_counted_exactly(tokenizer: Tokenizer) -> None:
         assert len(render_chat(messages[:n], **options).ids) == 2 + sum(map(count, messages[:n]))  # type: ignore[arg-type]
 
 
-def test_whether_a_server_is_ours_is_asked_once() -> None:
-    for owner in ("glm5", "vllm", ""):
-        with ScriptedModel([Say("Hi.")], owner=owner) as server:
-            one = Endpoint(server.url, "scripted", pauses=())
-            assert [asked.ours for asked in (one.asking(top_p=0.5), one, one)] == [owner == "glm5"] * 3
-            assert server.listed == 1
-    with ScriptedModel([Say("Hi.")], owner="glm5") as server:
-        assert not Endpoint(server.url, "another", pauses=()).ours
-    assert not Endpoint(server.url, pauses=()).ours and not Endpoint(server.url, "scripted", pauses=()).ours  # no more
-
-
-@pytest.mark.parametrize("text", [b"{}", b"[]", b"x", b'{"data": 3}', b'{"data": [3]}', b'{"data": [{"id": "m"}]}'])
-def test_a_strange_list_of_models_is_none_of_ours(text: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = Endpoint("http://127.0.0.1:9", "m", pauses=())
-    monkeypatch.setattr(
-        one._connections,
-        "_client",
-        httpx.Client(transport=httpx.MockTransport(lambda _: httpx.Response(200, content=text))),
-    )
-    assert not one.ours
-
-
 def test_completions_continue_a_text() -> None:
     """Whole, and in events as servers send them."""
     with ScriptedModel([Say(" in Oslo.", finish="length")]) as server:
@@ -95,42 +70,3 @@ def test_completions_continue_a_text() -> None:
         wire.Completions.feed(draft, {"choices": [choice], "usage": None})
     wire.Completions.feed(draft, {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 2}})
     assert draft.message()[0].content == " in Oslo" and draft.finish_reason == "stop" and draft.prompt_tokens == 7
-
-
-@pytest.mark.parametrize("answered", [0, 1])
-def test_a_request_that_waits_for_an_answer_ends_when_its_endpoint_is_closed(answered: int) -> None:
-    """In a thread of its own; before the server says anything, and on a connection that was used before."""
-    ended: list[BaseException] = []
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        endpoint = Endpoint(f"http://127.0.0.1:{listener.getsockname()[1]}", "m", pauses=())
-
-        def ask() -> None:
-            for _ in range(answered + 1):
-                try:
-                    endpoint.complete([Message("user", "hi")], [])
-                except EndpointError as error:
-                    ended.append(error)
-
-        thread = threading.Thread(target=ask, daemon=True)
-        thread.start()
-        with listener.accept()[0] as peer:
-            for _ in range(answered):
-                _read_request(peer)
-                peer.sendall(b"HTTP/1.1 500 No\r\nContent-Length: 2\r\n\r\n{}")
-            _read_request(peer)
-            assert len(ended) == answered
-            endpoint.close()
-            thread.join(10)
-            assert not thread.is_alive() and len(ended) == answered + 1
-    with pytest.raises(EndpointError, match="the connections were closed"):
-        endpoint.complete([Message("user", "hi")], [])
-    endpoint.close()
-
-
-def _read_request(peer: socket.socket) -> None:
-    with peer.makefile("rb") as lines:
-        length = 0
-        while (line := lines.readline()) != b"\r\n":
-            if line.lower().startswith(b"content-length:"):
-                length = int(line.split(b":")[1])
-        lines.read(length)

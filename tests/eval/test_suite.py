@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,10 +22,11 @@ from glm5.eval.record import EPISODES
 from glm5.eval.remote_player import RemotePlayer, simulated_user
 from glm5.eval.suite import find_suite, run_suite, with_tokenizer
 from glm5.eval.summary import cells_of
-from glm5.records import Outcome
+from glm5.records import Message, Outcome
 from glm5.stats import bounded_mean, mean_of_groups, paired_rewards
 from glm5.tasks import make_family
 from glm5.tasks.judged import graded_by
+from tests.agents.raw_server import answer, server, until
 from tests.agents.scripted_model import Say, ScriptedModel
 from tests.rooms import needs_rooms
 from tests.tasks.long_readers import blind, perfect
@@ -314,6 +316,31 @@ def test_a_user_that_does_not_answer_is_no_failure_of_the_model() -> None:
         user = simulated_user(Endpoint(person.url, pauses=()))
         with pytest.raises(EndpointError, match="status 500"):
             run_suite(suite, RemotePlayer(Endpoint(server.url, pauses=())), user=user)
+
+
+def test_an_evaluation_that_fails_does_not_wait_for_the_user() -> None:
+    with server([answer(b"{}", 401)]) as (model, asked), server([]) as (person, waiting):
+        user = Endpoint(person, "user", pauses=(60.0,))
+
+        class Talk:
+            def start(self) -> Any:
+                if len(waiting) == 3:
+                    return [Message("user", "Hi.")], (), False
+                user.complete([Message("user", "Who are you?")], [])
+                raise AssertionError("it does not answer")
+
+        player = RemotePlayer(Endpoint(model, "m", pauses=()), 4, template=False, user=user)
+        problems = [(i, SimpleNamespace(env=Talk)) for i in range(3)]
+
+        def late() -> Iterator[Any]:
+            yield from problems
+            until(lambda: len(waiting) == 3)
+            yield 3, SimpleNamespace(env=Talk)
+
+        suite = find_suite("dialogue", {"folder": str(DESK.parent), "domain": "desk"})
+        with pytest.raises(EndpointError, match="status 401"):
+            list(player.play(late(), suite, suite.parts[0], 0))
+        assert len(asked) == 1
 
 
 def test_a_suite_that_needs_a_user_or_a_server_says_so(small: Callable[..., Any], tokenizer: Tokenizer) -> None:
