@@ -39,8 +39,10 @@ def assignment(rng: random.Random) -> tuple[str, str]:
 
 def recall_text(seed: int, index: int, target_bytes: int) -> Pieces:
     """A training document of about `target_bytes` bytes that asks for every line again. First come the lines
-    `name = value`, then all of them again in another order.
+    `name = value`, then all of them again in another order, as answers.
 
+    Names are answers too, although nobody can know their first letters: the later ones follow from the line above, so
+    they teach to find it. With values alone small models learn to take any value that they have seen, and stay there.
     The (name, value) pairs belong to the training split of `tasks.needle.needle_text`.
     """
     rng = random.Random(f"recall-{seed}-{index}")
@@ -55,7 +57,7 @@ def recall_text(seed: int, index: int, target_bytes: int) -> Pieces:
     rng.shuffle(asked)
     pieces = [("".join(f"{name} = {value}\n" for name, value in pairs.items()), False)]
     for name, value in asked:
-        pieces += [(f"{name} = ", False), (f"{value}\n", True)]
+        pieces += [(f"{name} = ", True), (f"{value}\n", True)]
     return pieces
 
 

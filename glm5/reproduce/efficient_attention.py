@@ -26,15 +26,24 @@ BEAM = 8
 """Patterns that a step of the search keeps, as in the paper."""
 CHANGED = 2
 """Layers that a step of the search changes, as in the paper."""
+LENGTHS = [80, 160, 320, 480]
+"""Of retrieval texts, in bytes; the longest one is not longer than the rows of training."""
+BASES = ("base", "mla")
 FORMS = {"interleave": "swa", "pattern": "swa", "gdn": "gdn", "simple-gdn": "simple_gdn"}
+CONTINUED = ("continued", *FORMS, "mla-continued", "dsa")
 _NO_LATENTS = dict(q_lora_rank=0, kv_lora_rank=0, qk_nope_head_dim=0, qk_rope_head_dim=0, v_head_dim=0)
 
 
 def sizes(quick: bool, steps: int | None) -> Sizes:
-    """Twelve dense layers; a window sees a sixteenth of a row, as in the paper (4,096 of 64K tokens). Half of the rows
-    are retrieval texts, for a model that cannot retrieve has nothing to lose."""
-    base = steps or (4 if quick else 800)
+    """Twelve dense layers; a window sees a sixteenth of a row, as in the paper (4,096 of 64K tokens).
+
+    A model that cannot retrieve has nothing to lose, so most rows are retrieval texts, and the rows of the bases grow:
+    with 64 tokens they learn to find a line in about 700 steps, with 512 they do not begin to.
+    """
+    base = steps or (4 if quick else 400)
     layers, row = (4, 64) if quick else (12, 512)
+    shorter = [(32, 2, base)] if quick else [(64, 32, 2 * base), (128, 16, base // 2), (256, 8, base // 2)]
+    more = 2 if quick else base * 3 // 4
     common = dict(
         num_hidden_layers=layers, first_k_dense_replace=layers, n_routed_experts=0, num_experts_per_tok=0,
         moe_intermediate_size=0, n_shared_experts=0, use_dsa=False, num_nextn_predict_layers=0,
@@ -44,16 +53,18 @@ def sizes(quick: bool, steps: int | None) -> Sizes:
         "vocab": 320 if quick else 512,
         "max_bytes": 150_000 if quick else 3_000_000,
         "steps": base,
-        "more_steps": 2 if quick else base * 3 // 8,
-        "warmup_steps": 2 if quick else base // 8,
+        "shorter": [dict(row_length=length, rows=rows, steps=count) for length, rows, count in shorter],
         "rows": 2 if quick else 8,
         "row_length": row,
-        "lr": 1e-2,
+        "variant_steps": dict.fromkeys(BASES, base + sum(count for *_, count in shorter))
+        | dict.fromkeys(CONTINUED, more),
+        "warmup_steps": 2 if quick else base // 4,
+        "lr": 6e-3,
         "final_lr": 2e-3,
-        "needle_share": 0.5,
+        "needle_share": 0.9,
         "candidates": 4 if quick else 64,
         "searched": {"bytes": 64 if quick else 320, "problems": 4 if quick else 32},
-        "needle_bytes": [64, 80] if quick else [80, 160, 320, 640],
+        "needle_bytes": [64, 80] if quick else LENGTHS,
         "needle_problems": 4 if quick else 200,
         "index_topk": row // 8,
         "model": common,
@@ -65,24 +76,27 @@ def sizes(quick: bool, steps: int | None) -> Sizes:
 def run(work: Work) -> Outcome:
     """A base, the search for a pattern, or continued training of one form of attention."""
     s, variant = work.sizes, work.variant
-    if variant in ("base", "mla"):
+    if variant in BASES:
         model = work.fresh_model(**s["mla" if variant == "mla" else "gqa"])
-        return _trained(work, model, "base", s["steps"], dict(lr=s["lr"], final_lr=s["final_lr"], warmup=10))
+        optim = dict(lr=s["lr"], warmup=10)
+        for rows in s["shorter"]:
+            _train(work, model, f"rows-{rows['row_length']}", "midtrain", optim | dict(schedule="constant"), **rows)
+        return _trained(work, model, "base", "midtrain", optim | dict(final_lr=s["final_lr"]), s["steps"])
     model = work.model()
     if variant == "search":
         return _search(work, model)
-    more = dict(lr=s["final_lr"], schedule="constant")
+    more, steps = dict(lr=s["final_lr"], schedule="constant"), s["variant_steps"][variant]
     if variant == "dsa":
         model = dsa_adapt.add_indexer(model, work.seed, s["index_topk"])
         warmup = dict(lr=5e-3, final_lr=2e-4, kind="adamw", weight_decay=0.0)
-        _train(work, model, "warmup", "dsa_warmup", s["warmup_steps"], warmup)
-        return _trained(work, model, "more", s["more_steps"], more, "dsa_sparse")
+        _train(work, model, "warmup", "dsa_warmup", warmup, s["warmup_steps"])
+        return _trained(work, model, "more", "dsa_sparse", more, steps)
     if variant in FORMS:
         searched = read_run(work.runs, "search", work.seed)
         assert searched is not None, "variants wait for what they continue"
         pattern = "interleave" if variant == "interleave" else searched["details"]["pattern"]
         model = efficient(model, pattern, FORMS[variant], work.seed)
-    return _trained(work, model, "more", s["more_steps"], more)
+    return _trained(work, model, "more", "midtrain", more, steps)
 
 
 def efficient(model: GLM5ForCausalLM, pattern: str, form: str, seed: int = 0) -> GLM5ForCausalLM:
@@ -143,22 +157,28 @@ def _scores(work: Work, model: GLM5ForCausalLM) -> dict[str, float]:
     return found | {"retrieved": sum(found.values()) / len(found)}
 
 
-def _trained(
-    work: Work, model: GLM5ForCausalLM, name: str, steps: int, optim: dict[str, Any], kind: str = "midtrain"
-) -> Outcome:
-    """Train, and measure. Stages of one name draw the same rows."""
+def _trained(work: Work, model: GLM5ForCausalLM, name: str, kind: str, optim: dict[str, Any], steps: int) -> Outcome:
+    """Train on the longest rows, and measure. Stages of one name draw the same rows."""
     s = work.sizes
-    _train(work, model, name, kind, steps, optim)
+    _train(work, model, name, kind, optim, steps)
     policy.keep(work, model)
+    tokens = steps * s["rows"] * s["row_length"]
+    if work.variant in BASES:
+        tokens += sum(part["steps"] * part["rows"] * part["row_length"] for part in s["shorter"])
     parameters = float(sum(p.numel() for p in model.parameters()))
-    return Outcome(_scores(work, model) | {"parameters": parameters}, steps * s["rows"] * s["row_length"])
+    return Outcome(_scores(work, model) | {"parameters": parameters}, tokens)
 
 
-def _train(work: Work, model: GLM5ForCausalLM, name: str, kind: str, steps: int, optim: dict[str, Any]) -> None:
+def _train(
+    work: Work, model: GLM5ForCausalLM, name: str, kind: str, optim: dict[str, Any], steps: int,
+    rows: int | None = None, row_length: int | None = None,
+) -> None:  # fmt: skip
+    """One stage; the rows are the longest ones, unless said otherwise."""
     s = work.sizes
     common: dict[str, Any] = dict(
-        name=name, kind=kind, rows=s["rows"], row_length=s["row_length"], mtp_weight=0.0, mtp_depths=0,
-        corpus=DataOptions(needle_share=s["needle_share"]), optim=OptimConfig(steps=steps, save_every=0, **optim),
+        name=name, kind=kind, rows=rows or s["rows"], row_length=row_length or s["row_length"], mtp_weight=0.0,
+        mtp_depths=0, corpus=DataOptions(needle_share=s["needle_share"]),
+        optim=OptimConfig(steps=steps, save_every=0, **optim),
     )  # fmt: skip
     with policy.stage_io(work, name, METRICS) as io:
         if kind.startswith("dsa"):
@@ -168,19 +188,20 @@ def _train(work: Work, model: GLM5ForCausalLM, name: str, kind: str, steps: int,
 
 
 def _training(s: Sizes) -> str:
-    rows = f"{s['rows']} rows of {s['row_length']} tokens, {s['needle_share']:.0%} of them retrieval texts"
+    shorter = ", ".join(f"{part['steps']} steps of {part['rows']} x {part['row_length']}" for part in s["shorter"])
     return (
-        f"the bases, {s['steps']} steps of {rows}, Muon with a rate of {s['lr']:g} to {s['final_lr']:g}, fp32; every "
-        f"other form {s['more_steps']} more steps at {s['final_lr']:g}, DSA after {s['warmup_steps']} steps of its "
-        f"indexers. Windows see {s['model']['sliding_window']} tokens, DSA keeps {s['index_topk']}. The search scores "
-        f"{s['candidates']} patterns a step on {s['searched']['problems']} texts of {s['searched']['bytes']} bytes."
+        f"the bases, {shorter} and {s['steps']} of {s['rows']} x {s['row_length']} tokens, {s['needle_share']:.0%} of "
+        f"the rows retrieval texts, Muon with a rate of {s['lr']:g}, over the last rows to {s['final_lr']:g}, fp32; "
+        f"every other form {s['variant_steps']['continued']} more steps at {s['final_lr']:g}, DSA after "
+        f"{s['warmup_steps']} steps of its indexers. Windows see {s['model']['sliding_window']} tokens, DSA keeps "
+        f"{s['index_topk']}. The search scores {s['candidates']} patterns a step on {s['searched']['problems']} texts "
+        f"of {s['searched']['bytes']} bytes."
     )
 
 
 def _labels() -> dict[str, str]:
-    lengths = (80, 160, 320, 640)
     labels = {"retrieved": "retrieved, mean of all lengths"} | {
-        f"retrieved@{n}": f"retrieved, {n} bytes" for n in lengths
+        f"retrieved@{n}": f"retrieved, {n} bytes" for n in LENGTHS
     }
     return labels | {
         f"{name}_{key}": f"{title}, untrained: {label}"
