@@ -42,7 +42,7 @@ def sizes(quick: bool, steps: int | None) -> Sizes:
     """
     base = steps or (4 if quick else 400)
     layers, row = (4, 64) if quick else (12, 512)
-    shorter = [(32, 2, base)] if quick else [(64, 32, 2 * base), (128, 16, base // 2), (256, 8, base // 2)]
+    shorter = [(32, 2, base)] if quick else [(64, 32, base * 5 // 2), (128, 16, base // 2), (256, 8, base // 2)]
     more = 2 if quick else base * 3 // 4
     common = dict(
         num_hidden_layers=layers, first_k_dense_replace=layers, n_routed_experts=0, num_experts_per_tok=0,
