@@ -40,8 +40,9 @@ class Question:
 
     `left_base` and `right_base` are subtracted first, to compare two gaps. "equal" means within `margin` times the mean
     of `right`. `least` is the smallest difference that would matter for "lower" or "higher", in the metric's unit: an
-    interval below it is a no. `chance` names a metric that `right` must exceed; otherwise the question has no answer.
-    The verdict on the whole experiment uses only the `main` questions.
+    interval below it is a no. `chance` names the metric of guessing, which `right`, or the variant and metric `able`,
+    must exceed; otherwise the question has no answer. The verdict on the whole experiment uses only the `main`
+    questions.
     """
 
     text: str
@@ -55,6 +56,7 @@ class Question:
     left_base: str | None = None
     right_base: str | None = None
     chance: str | None = None
+    able: tuple[str, str] | None = None
     right_metric: str | None = None
     """The metric of `right`, if it is another one."""
 

@@ -48,7 +48,8 @@ def answer(question: Question, values: Values) -> dict[str, Any]:
     difference = paired_difference(left, right)
     margin = question.margin * abs(sum(right) / len(right))
     found = judge(question.expect, difference, margin, question.least)
-    guessing = question.chance is not None and not above(right, values[question.right][question.chance])
+    able, skill = question.able or (question.right, question.right_metric or question.metric)
+    guessing = question.chance is not None and not above(values[able][skill], values[able][question.chance])
     return {
         "question": question.text,
         "metric": question.metric,
@@ -63,7 +64,7 @@ def answer(question: Question, values: Values) -> dict[str, Any]:
         "values": [a - b for a, b in zip(left, right, strict=True)],
         "main": question.main,
         "verdict": UNDECIDED if guessing else found,
-        **({"note": f"{question.right} is not above chance"} if guessing else {}),
+        **({"note": f"{able} is not above chance"} if guessing else {}),
     }
 
 

@@ -146,6 +146,8 @@ def test_gaps_margins_and_chance() -> None:
     assert verdict.answer(asked, scored)["verdict"] == "undecided"
     assert "chance" in verdict.answer(asked, scored)["note"]
     assert verdict.answer(replace(asked, left="a", right="a"), scored)["verdict"] == "supported"
+    assert verdict.answer(replace(asked, able=("a", "s")), scored)["verdict"] == "supported"
+    assert verdict.answer(replace(asked, left="a", able=("b", "s")), scored)["note"] == "b is not above chance"
 
 
 def test_one_seed_settles_nothing() -> None:
