@@ -61,12 +61,12 @@ def card(experiment: Experiment, result: dict[str, Any], figures: list[tuple[str
         f"Claim ({experiment.section}): {experiment.claim}",
         _headline(result),
         "## Questions",
-        "Differences are left minus right, paired by seed, with Student's 95 % interval over seeds. **Bold** questions "
+        f"Differences are left minus right, paired by seed, with Student's {_level(result)} interval over seeds"
+        f"{_looks(result)}. **Bold** questions "
         "decide about the claim. How many seeds would decide assumes that difference and spread stay as they are.",
         _questions(experiment, result),
         "## Variants",
-        f"Means over {_number(len(result['seeds']), 'seed')}, lowest to highest seed in brackets."
-        + (" Some seeds were added after a look at the others; see below." if result.get("added") else ""),
+        f"Means over {_number(len(result['seeds']), 'seed')}, lowest to highest seed in brackets.",
         _table(experiment, result),
         *(f"![{title}]({file})" for file, title in figures),
         "Bands span the seeds." if figures else "",
@@ -80,6 +80,17 @@ def card(experiment: Experiment, result: dict[str, Any], figures: list[tuple[str
         _prompts(result),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _level(result: dict[str, Any]) -> str:
+    return f"{100 * verdict.confidence(1 + len(result.get('added', []))):.3g} %"
+
+
+def _looks(result: dict[str, Any]) -> str:
+    added = len(result.get("added", []))
+    return (
+        f": seeds were added after a look at the others, and {1 + added} looks share an error of 5 %" if added else ""
+    )
 
 
 def command(result: dict[str, Any]) -> str:
@@ -96,7 +107,8 @@ def _headline(result: dict[str, Any]) -> str:
 
 
 def _questions(experiment: Experiment, result: dict[str, Any]) -> str:
-    rows = ["| Question | Metric | Left - right | Difference | 95 % interval | Verdict |", "|---|---|---|--:|--:|---|"]
+    head = f"| Question | Metric | Left - right | Difference | {_level(result)} interval | Verdict |"
+    rows = [head, "|---|---|---|--:|--:|---|"]
     for entry in result["verdict"]["questions"]:
         text = f"**{entry['question']}**" if entry["main"] else entry["question"]
         label = experiment.labels.get(entry["metric"], entry["metric"])
@@ -175,9 +187,8 @@ def _what(experiment: Experiment, result: dict[str, Any]) -> str:
             f"- On: {_where(machine)}, one thread per run; {_software(software)}; "
             f"{result['seconds']['total'] / 60:,.0f} minutes of all runs together.",
             *(
-                "- Seeds that were added when the result of those before was known, which intervals do not take into "
-                f"account: {', '.join(map(str, part['seeds']))}. On: {_where(part['machine'])}; "
-                f"{_software(part['software'])}."
+                f"- Seeds that were added after a look at those before: {', '.join(map(str, part['seeds']))}. On: "
+                f"{_where(part['machine'])}; {_software(part['software'])}."
                 for part in result.get("added", [])
             ),
         ]

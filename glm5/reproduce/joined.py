@@ -143,17 +143,18 @@ def joined(experiment: Experiment, earlier: dict[str, Any], later: dict[str, Any
         if before.keys() != now.keys():
             raise ConfigError(f'The published result has other measurements of "{variant.title}"; leave --add out.')
         values[variant.name] = {metric: [*before[metric]["values"], *now[metric]["values"]] for metric in now}
+    added = [*earlier.get("added", []), {key: later[key] for key in PART}]
     runs = {name: [*took, *later["seconds"]["runs"][name]] for name, took in earlier["seconds"]["runs"].items()}
     return {
         **later,
-        **verdict.judged(experiment, values),
+        **verdict.judged(experiment, values, looks=1 + len(added)),
         "curves": _curves(earlier, later),
         "details": earlier["details"],
         "tokens": earlier["tokens"],
         "software": earlier["software"],
         "machine": earlier["machine"],
         "seeds": [*earlier["seeds"], *later["seeds"]],
-        "added": [*earlier.get("added", []), {key: later[key] for key in PART}],
+        "added": added,
         "seconds": {"total": sum(map(sum, runs.values())), "runs": runs},
     }
 

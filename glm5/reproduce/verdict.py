@@ -10,6 +10,8 @@ from typing import Any
 from glm5.reproduce.plan import Experiment, Question
 from glm5.stats import Interval, mean_interval, paired_difference, t_quantile
 
+ERROR = 0.05
+"""Chance that an interval misses, over all looks at a result together."""
 MOST_SEEDS = 1000
 COLUMNS = ("step", "mean", "low", "high")
 """Of a curve."""
@@ -36,8 +38,14 @@ def judge(expect: str, difference: Interval, margin: float = 0.0, least: float =
     return CONTRADICTED if wrong else SUPPORTED if right else UNDECIDED
 
 
-def answer(question: Question, values: Values) -> dict[str, Any]:
-    """The paired difference of a question with its 95 % interval over seeds, and the verdict."""
+def confidence(looks: int) -> float:
+    """Of the intervals of a result that was looked at so many times, with seeds added in between. Bonferroni's: adding
+    seeds until an answer comes would find one too often."""
+    return 1 - ERROR / looks
+
+
+def answer(question: Question, values: Values, looks: int = 1) -> dict[str, Any]:
+    """The paired difference of a question with its interval over seeds (see `confidence`), and the verdict."""
 
     def of(variant: str, base: str | None, metric: str) -> list[float]:
         own = list(values[variant][metric])
@@ -45,7 +53,7 @@ def answer(question: Question, values: Values) -> dict[str, Any]:
 
     left = of(question.left, question.left_base, question.metric)
     right = of(question.right, question.right_base, question.right_metric or question.metric)
-    difference = paired_difference(left, right)
+    difference = paired_difference(left, right, confidence(looks))
     margin = question.margin * abs(sum(right) / len(right))
     found = judge(question.expect, difference, margin, question.least)
     able, skill = question.able or (question.right, question.right_metric or question.metric)
@@ -63,6 +71,7 @@ def answer(question: Question, values: Values) -> dict[str, Any]:
         "difference": plain(difference),
         "values": [a - b for a, b in zip(left, right, strict=True)],
         "main": question.main,
+        **({"looks": looks} if looks > 1 else {}),
         "verdict": UNDECIDED if guessing else found,
         **({"note": f"{able} is not above chance"} if guessing else {}),
     }
@@ -74,9 +83,9 @@ def outlook(entry: Mapping[str, Any]) -> str:
     values, mean, expect = entry["values"], entry["difference"]["mean"], entry["expected"]
     if entry["verdict"] != UNDECIDED or "note" in entry or len(values) < 2:
         return ""
-    spread = stdev(values)
+    spread, level = stdev(values), confidence(entry.get("looks", 1))
     for n in range(2, MOST_SEEDS + 1):
-        half = t_quantile(0.95, n - 1) * spread / math.sqrt(n)
+        half = t_quantile(level, n - 1) * spread / math.sqrt(n)
         found = judge(expect, Interval(mean, mean - half, mean + half, n), entry["margin"], entry.get("least", 0.0))
         if found != UNDECIDED:
             return f"about {n:,} seeds would decide, {'for' if found == SUPPORTED else 'against'} it"
@@ -102,9 +111,9 @@ def plain(interval: Interval) -> dict[str, float | None]:
     return {"mean": interval.value} | {name: end if math.isfinite(end) else None for name, end in ends.items()}
 
 
-def judged(experiment: Experiment, values: Values) -> dict[str, Any]:
+def judged(experiment: Experiment, values: Values, looks: int = 1) -> dict[str, Any]:
     """The part of a result that follows from its values: the verdict, and each variant's metrics."""
-    answers = [answer(question, values) for question in experiment.questions]
+    answers = [answer(question, values, looks) for question in experiment.questions]
     return {
         "verdict": {"claim": overall(answers), "questions": answers},
         "variants": variants(experiment, values),

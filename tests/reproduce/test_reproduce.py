@@ -99,6 +99,9 @@ def test_paired_interval_by_hand() -> None:
     found = verdict.answer(LOWER, values)
     assert found["difference"]["high"] == pytest.approx(-2 + 0.248414, abs=1e-5)
     assert found["verdict"] == "supported" and found["values"] == pytest.approx([-1.9, -2.0, -2.1])
+    # Two looks: 97.5 %, 6.205347 * 0.1 / sqrt(3) = 0.358266.
+    found = verdict.answer(LOWER, values, looks=2)
+    assert found["difference"]["high"] == pytest.approx(-2 + 0.358266, abs=1e-5) and found["looks"] == 2
 
 
 @pytest.mark.parametrize(
@@ -444,7 +447,9 @@ def test_more_seeds_add_to_what_is_there(finished: Any, monkeypatch: pytest.Monk
     assert {path.name for path in (runs / "mtp-quick" / "runs").iterdir()} == {
         f"{variant.name}-2" for variant in EXPERIMENTS["mtp"].variants
     }
-    for key in ("variants", "verdict", "seeds", "config", "corpus", "tokens", "details"):
+    values = {name: {key: one["values"] for key, one in found.items()} for name, found in result["variants"].items()}
+    assert grown["verdict"] == verdict.judged(EXPERIMENTS["mtp"], values, looks=2)["verdict"] != result["verdict"]
+    for key in ("variants", "seeds", "config", "corpus", "tokens", "details"):
         assert grown[key] == result[key], key
     for name, curves in result["curves"].items():
         for variant, curve in curves.items():
@@ -452,7 +457,8 @@ def test_more_seeds_add_to_what_is_there(finished: Any, monkeypatch: pytest.Monk
                 assert grown["curves"][name][variant][part] == pytest.approx(points), (name, variant, part)
     assert [part["seeds"] for part in grown["added"]] == [[2]]
     assert grown == json.loads((published / "mtp" / "result.json").read_text(encoding="utf-8"))
-    assert "do not take into account: 2. On: " in (published / "mtp" / "card.md").read_text(encoding="utf-8")
+    card = (published / "mtp" / "card.md").read_text(encoding="utf-8")
+    assert "after a look at those before: 2. On: " in card and "97.5 % interval" in card
     assert adding() == grown, "nothing is left to do"
 
 
