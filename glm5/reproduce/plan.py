@@ -138,7 +138,7 @@ class Work:
             runner(model, stage, self.shard("train"), self.tokenizer, io, self.seed)
         model.eval()
         model.save_pretrained(self.folder / "model")
-        return self.curve("loss")
+        return curve([row for row in self.rows() if row["stage"] == stage.name], "loss")
 
     def rows(self) -> list[dict[str, Any]]:
         """The metrics lines of this run."""
