@@ -64,8 +64,7 @@ def run(work: Work) -> Outcome:
     )
     # Stages of one name draw the same batches: after the base comes the same text, dense or sparse.
     if work.variant == "base":
-        model, tokens = work.fresh_model(), growing.tokens_of(s["growing"])
-        growing.grow(work, model, s["growing"], bias_rate=1e-2)
+        model, tokens = growing.grown(work, s["growing"], {}, bias_rate=1e-2), growing.tokens_of(s["growing"])
         rates = dict(lr=s["lr"], final_lr=s["final_lr"], warmup=max(1, steps // 50))
     else:
         model, rates = work.model(), dict(lr=s["final_lr"], schedule="constant")

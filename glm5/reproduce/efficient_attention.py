@@ -73,8 +73,7 @@ def run(work: Work) -> Outcome:
     """A base, the search for a pattern, or continued training of one form of attention."""
     s, variant = work.sizes, work.variant
     if variant in BASES:
-        model = work.fresh_model(**s["mla" if variant == "mla" else "gqa"])
-        growing.grow(work, model, s["growing"])
+        model = growing.grown(work, s["growing"], s["mla" if variant == "mla" else "gqa"])
         optim = dict(lr=s["growing"]["lr"], final_lr=s["final_lr"], warmup=10)
         return _trained(work, model, "base", "midtrain", optim, s["steps"])
     model = work.model()

@@ -6,6 +6,7 @@ all at once, after 600 to 750 steps of 2,048 tokens; then it follows every doubl
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from glm5.config.data import DataOptions
@@ -40,8 +41,13 @@ def said(s: Sizes) -> str:
     return f"{rows} tokens, {s['needle_share']:.0%} of the rows retrieval texts, Muon at {s['lr']:g}"
 
 
-def grow(work: Work, model: GLM5ForCausalLM, s: Sizes, **options: Any) -> None:
-    """Train on these rows, at a constant rate. `options` are more fields of the stages."""
+def grown(work: Work, s: Sizes, changes: Mapping[str, Any], **options: Any) -> GLM5ForCausalLM:
+    """A new model with `changes` of its configuration after these rows, at a constant rate; kept, for a run that is
+    interrupted later. `options` are more fields of the stages."""
+    kept = work.folder / "grown"
+    if kept.exists():
+        return work.ranks.load(kept)
+    model = work.fresh_model(**changes)
     for rows, length, steps in s["rows"]:
         stage = PretrainStage(
             name=f"rows-{length}", kind="midtrain", rows=rows, row_length=length, mtp_weight=0.0, mtp_depths=0,
@@ -50,3 +56,5 @@ def grow(work: Work, model: GLM5ForCausalLM, s: Sizes, **options: Any) -> None:
         )  # fmt: skip
         with policy.stage_io(work, stage.name, METRICS) as io:
             pretrain.run(model, stage, work.shard("train"), work.tokenizer, io, work.seed)
+    model.save_pretrained(kept)
+    return model

@@ -32,6 +32,7 @@ from glm5.reproduce import (
     EXPERIMENTS,
     command,
     efficient_attention,
+    growing,
     joined,
     muon_split,
     plan,
@@ -415,6 +416,20 @@ def test_an_interrupted_run_goes_on_from_its_state(
         assert {k: v["values"][0] for k, v in metrics.items()} == {
             k: v["values"][0] for k, v in result["variants"][variant].items()
         }
+
+
+def test_a_grown_model_is_kept(finished: Any, tmp_path: Path) -> None:
+    folder, result = finished("dsa")
+    s = result["config"]
+    work = Work(s, "base", 0, tmp_path, folder / "corpus")
+    changes = {"initializer_range": 0.03}
+    once = growing.grown(work, s["growing"], changes)
+    rows = work.rows()
+    assert {row["stage"] for row in rows} == {"rows-32"} and len(rows) == growing.steps_of(s["growing"])
+    assert growing.tokens_of(s["growing"]) == len(rows) * 2 * 32
+    again = growing.grown(work, s["growing"], changes)
+    assert len(work.rows()) == len(rows), "it is not trained again"
+    assert all(torch.equal(a, b) for a, b in zip(once.parameters(), again.parameters(), strict=True))
 
 
 @pytest.mark.long
