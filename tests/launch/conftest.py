@@ -65,7 +65,7 @@ optim = {{ steps = 2, save_every = 1 }}
 
 [[stages]]
 name = "agentic-rl"
-prompts = 2
+prompts = 4
 group = 16
 max_tokens = 6
 max_turns = 2
