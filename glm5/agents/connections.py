@@ -30,7 +30,7 @@ class Connections:
     """
 
     def __init__(self, client: httpx.Client) -> None:
-        self._client, self._lock = client, threading.RLock()  # a signal's handler may close what its thread uses
+        self._client, self._lock = client, threading.RLock()
         self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
         self._closed, self._busy = threading.Event(), 0
         weakref.finalize(self, client.close)
@@ -79,6 +79,8 @@ class Connections:
 def read_rest(answer: httpx.Response, rest: Iterator[bytes]) -> None:
     """Reads what follows the last event of an answer, so that its connection can be used again. If that does not end
     within `LAST_BYTES_S`, the connection is given up."""
+    if answer.is_closed:
+        return
     used = answer.extensions["network_stream"].get_extra_info("socket")
     timer = threading.Timer(LAST_BYTES_S, _shut_down, [used])
     timer.daemon = True

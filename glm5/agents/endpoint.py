@@ -30,6 +30,7 @@ Found = TypeVar("Found")
 Dialect = Literal["openai", "completions", "anthropic"]
 MOST_BYTES = 16 << 20
 """Maximum bytes of one answer."""
+COMPRESSED = frozenset({"gzip", "x-gzip", "deflate", "br", "zstd", "compress"})
 MOST_SAID = 1 << 16
 """Maximum bytes that are read of a refusal."""
 OWNER = "glm5"
@@ -161,13 +162,13 @@ class Endpoint:
 
     @property
     def ours(self) -> bool:
-        """Whether `glm5 serve` has the model. Asks the server once; no answer counts as no, for now."""
+        """Whether `glm5 serve` has the model. Asks the server once. Raises EndpointError if it does not answer."""
         if not self._ours:
             try:
                 self._ours.append(any(one["id"] == self.name and one["owned_by"] == OWNER for one in self._listed()))
             except (EndpointError, LookupError, TypeError) as error:
                 if getattr(error, "may_pass", False):
-                    return False
+                    raise
                 self._ours.append(False)
         return self._ours[0]
 
@@ -176,6 +177,7 @@ class Endpoint:
 
         `thinking`: whether to think; None says nothing of it. Without `render_tools` no prompt shows the tools: a
         server of ours gets them, to read calls, and is told so; another would show or refuse them, so it gets none.
+        Raises EndpointError if that server does not answer.
         """
         kwargs = {} if thinking is None else {"enable_thinking": thinking}
         sent = render_tools or (template and self.ours)
@@ -214,10 +216,13 @@ class Endpoint:
                 draft, chunks = wire.Draft(on_delta), answer.iter_raw()
                 stream = _told(_bounded(chunks, MOST_BYTES, self._whole_s), on_delta)
                 if "text/event-stream" in answer.headers.get("content-type", ""):
-                    for event in _events(stream):
-                        self._wire.feed(draft, event)
-                    if draft.finish_reason:
+                    try:
+                        for event in _events(stream):
+                            self._wire.feed(draft, event)
                         read_rest(answer, chunks)
+                    except httpx.HTTPError:
+                        if not draft.finish_reason:
+                            raise
                 else:
                     self._wire.whole(draft, _whole(b"".join(stream)))
         except wire.StreamFailed as error:
@@ -251,10 +256,10 @@ class Endpoint:
         EndpointError, also in the block for connections that break."""
         try:
             with self._connections.stream(method, url, data) as answer:
-                encoding = answer.headers.get("content-encoding", "identity")
+                encoding = answer.headers.get("content-encoding", "").lower()
                 if answer.status_code != 200:
                     raise self._refusal(url, answer.status_code, _beginning(answer.iter_raw(), MOST_SAID))
-                if encoding != "identity":
+                if not COMPRESSED.isdisjoint(one.strip() for one in encoding.split(",")):
                     raise EndpointError(f"{url} answered in the encoding {encoding!r:.40}, without being asked to.")
                 yield answer
         except (httpx.RequestError, httpx.StreamError) as error:
@@ -309,10 +314,9 @@ def _whole(data: bytes) -> Any:
     try:
         return _json(data)
     except EndpointError as error:
-        cause = error.__cause__
-        if isinstance(cause, json.JSONDecodeError) and (
-            cause.pos >= len(cause.doc.rstrip()) or cause.msg.startswith("Unterminated")
-        ):
+        text, cause = data.strip(), error.__cause__
+        at_the_end = isinstance(cause, json.JSONDecodeError) and cause.pos >= len(cause.doc.rstrip())
+        if at_the_end or (text.startswith(b"{") and not text.endswith((b"}", b"{"))):
             raise _MayPass(f"The server's answer breaks off: {data[-80:]!r}.") from error
         raise
 

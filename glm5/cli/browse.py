@@ -12,6 +12,7 @@ from glm5.obs.progress import QuietConsole
 
 if TYPE_CHECKING:
     from glm5.agents.endpoint import Endpoint
+    from glm5.eval.answer_judge import AnswerJudge
 
 OPTIONS: dict[str, Any] = {"context": "none", "keep": 5, "limit": 0, "split": "heldout", "dialect": "openai",
                            "judge": "", "judge_name": "", "session_tokens": 0}  # fmt: skip
@@ -38,6 +39,7 @@ def browse(
     from glm5.agents.context import ContextPolicy
     from glm5.agents.models import open_model
     from glm5.agents.search import DEFAULT_TOOLS, Limits, SearchAgent
+    from glm5.eval.answer_judge import AnswerJudge
     from glm5.eval.browse import evaluate
     from glm5.files import atomic_write
     from glm5.serve.keys import find_key
@@ -66,13 +68,16 @@ def browse(
     with opened as (endpoint, measure), QuietConsole().status("starting") as status:
         if out is not None:
             _same_settings(out, settings | _player(model, endpoint))
-        judge = _judge(own["judge"], own["judge_name"], find_key("judge", None, None)) if own["judge"] else None
+        asker = None
+        if own["judge"]:
+            asker = AnswerJudge.at(own["judge"], own["judge_name"], find_key("judge", None, None))
         turns = Limits(bounds["max_turns"], own["session_tokens"])
         asked, sent = endpoint.prompted(given.get("thinking"), render_tools, template)
         agent = SearchAgent(asked, policy, turns, measure.count, measure.overhead, tools=tools, sends_tools=sent)
         found = evaluate(
-            family, own["split"], problems, agent, judge=judge, at_once=at_once,
-            log=out / "episodes.jsonl" if out is not None else None, endpoint=endpoint,
+            family, own["split"], problems, agent, judge=None if asker is None else _judge(asker), at_once=at_once,
+            log=out / "episodes.jsonl" if out is not None else None,
+            endpoints=(endpoint,) if asker is None else (endpoint, asker.endpoint),
             told=lambda done, total: status.update(f"{done} of {total} questions"),
         )  # fmt: skip
     found |= {"context": own["context"]}
@@ -125,11 +130,7 @@ def _same_settings(out: Path, settings: dict[str, Any]) -> None:
     atomic_write(path, text)
 
 
-def _judge(url: str, name: str, key: str | None) -> Callable[[str, str, Sequence[str]], bool]:
-    from glm5.eval.answer_judge import AnswerJudge
-
-    asked = AnswerJudge.at(url, name, key)
-
+def _judge(asked: AnswerJudge) -> Callable[[str, str, Sequence[str]], bool]:
     def judge(question: str, answer: str, names: Sequence[str]) -> bool:
         found = asked.verdict(question, names, answer)
         if isinstance(found, str):

@@ -76,17 +76,17 @@ def play(problem: SearchProblem, agent: SearchAgent, judge: Judge | None = None)
 def evaluate(
     family: SearchFamily, split: str, problems: int, agent: SearchAgent, *, judge: Judge | None = None,
     at_once: int = 4, log: Path | None = None, told: Callable[[int, int], None] = lambda done, total: None,
-    endpoint: Endpoint | None = None,
+    endpoints: Sequence[Endpoint] = (),
 ) -> dict[str, Any]:  # fmt: skip
     """Play the first distinct questions of a split, `at_once` at a time, and return the metrics.
 
     `log` gets one JSON line per question; questions whose line is there are not played again, except after a fault. If
-    it is interrupted, `endpoint` is closed, so that it does not wait for the agent's model."""
+    it is interrupted, `endpoints` are closed, so that it does not wait for the agent's model or the judge."""
     chosen = {(p := family.problem(split, i)).key: p for i in range(problems)}
     known = {one.id: one for one in map(_of_row, read_rows(log))} if log is not None else {}
     done = {id: played for id, played in known.items() if id in chosen and played.right is not None}
     missing = [problem for id, problem in chosen.items() if id not in done]
-    with AskingThreads(at_once, "browse", endpoint) as pool:
+    with AskingThreads(at_once, "browse", *endpoints) as pool:
         for played in pool.map(lambda problem: play(problem, agent, judge), missing):
             done[played.id] = played
             if log is not None:

@@ -15,7 +15,7 @@ import pytest
 
 from glm5.agents import connections
 from glm5.agents.connections import AskingThreads, Connections
-from glm5.agents.endpoint import MOST_SAID, Endpoint, EndpointError
+from glm5.agents.endpoint import MOST_SAID, Endpoint, EndpointError, _whole
 from glm5.errors import UsageError
 from glm5.records import Message
 from glm5.rl.judge.backends import EndpointBackend, Question
@@ -54,25 +54,23 @@ def test_whether_a_server_is_ours_is_asked_once() -> None:
             assert server.listed == 1
     with ScriptedModel([Say("Hi.")], owner="glm5") as server:
         assert not Endpoint(server.url, "another", pauses=()).ours
-    assert not Endpoint(server.url, pauses=()).ours and not Endpoint(server.url, "scripted", pauses=()).ours  # no more
+    with pytest.raises(EndpointError, match="does not answer"):  # no more
+        _ = Endpoint(server.url, "scripted", pauses=()).ours
 
 
 @pytest.mark.parametrize("text", [b"{}", b"[]", b"x", b'{"data": 3}', b'{"data": [3]}', b'{"data": [{"id": "m"}]}'])
-def test_a_strange_list_of_models_is_none_of_ours(text: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = Endpoint("http://127.0.0.1:9", "m", pauses=())
-    monkeypatch.setattr(
-        one._connections,
-        "_client",
-        httpx.Client(transport=httpx.MockTransport(lambda _: httpx.Response(200, content=text))),
-    )
-    assert not one.ours
+def test_a_strange_list_of_models_is_none_of_ours(text: bytes) -> None:
+    with server([answer(text)]) as (url, times):
+        one = Endpoint(url, "m", pauses=())
+        assert [one.ours, one.ours] == [False, False] and len(times) == 1
 
 
 def test_whether_a_server_is_ours_is_asked_again_after_a_failure_that_may_pass() -> None:
     listed = json.dumps({"data": [{"id": "m", "owned_by": "glm5"}]}).encode()
     with server([answer(b"{}", 503), answer(b"{}", 503), answer(listed), answer(b"{}", 404)]) as (url, times):
         one = Endpoint(url, "m", pauses=(0.0,))
-        assert not one.ours  # two tries
+        with pytest.raises(EndpointError, match="503"):  # after two tries
+            one.prompted(None, render_tools=False)
         assert one.ours and len(times) == 3
         another = Endpoint(url, "m", pauses=(0.0,))
         assert [another.ours, another.ours] == [False, False] and len(times) == 4
@@ -123,6 +121,30 @@ def test_a_failure_that_may_pass_is_tried_again(first: bytes, close: bool) -> No
     with server([first, answer(REPLY.encode())], close) as (url, times):
         reply = Endpoint(url, "m", pauses=(0.0,)).complete(ASKED, [])
         assert reply.message.content == "Hello." and reply.tries == len(times) == 2
+
+
+@pytest.mark.parametrize("encoding", ["identity", "Identity", "", "none", "utf-8"])
+def test_an_encoding_that_is_none_is_read(encoding: str) -> None:
+    with server([answer(REPLY.encode(), headers=f"Content-Encoding: {encoding}\r\n")]) as (url, _):
+        assert Endpoint(url, "m", pauses=()).complete(ASKED, []).message.content == "Hello."
+
+
+def test_an_answer_may_be_cut_anywhere() -> None:
+    body = json.dumps({"choices": [{"message": {"role": "assistant", "content": "你好 null"}, "finish_reason": "stop",
+                                    "logprobs": None, "top": [True, 1.5, {}]}]})  # fmt: skip
+    for whole in (body.encode(), json.dumps(json.loads(body), ensure_ascii=False).encode()):
+        for cut in range(2, len(whole)):
+            with pytest.raises(EndpointError) as found:
+                _whole(whole[:cut])
+            assert found.value.may_pass, whole[:cut]
+
+
+def test_a_reply_is_kept_if_its_connection_breaks_after_its_last_word() -> None:
+    body = f"data: {EVENT}\n\n".encode()
+    head = b"HTTP/1.1 200 X\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with server([head + f"{len(body):x}\r\n".encode() + body + b"\r\n"], close=True) as (url, times):
+        reply = Endpoint(url, "m", pauses=(0.0,)).complete(ASKED, [])
+        assert reply.message.content == "Hello." and reply.tries == len(times) == 1
 
 
 @pytest.mark.parametrize("close", [False, True])
@@ -212,12 +234,6 @@ def test_sockets_are_shut_down_however_they_were_made(layer: str) -> None:
         held.close()
         theirs.settimeout(5)
         assert theirs.recv(1) == b""
-
-
-def test_closing_from_a_signals_handler_does_not_wait_for_its_own_thread() -> None:
-    held = Connections(httpx.Client())
-    with held._lock:
-        held.close()
 
 
 def test_threads_that_wait_for_an_answer_do_not_hold_up_an_error() -> None:

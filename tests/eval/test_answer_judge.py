@@ -135,7 +135,7 @@ def test_one_reply_without_a_verdict_stops_nothing_and_ctrl_c_ends_at_once() -> 
 
 def test_the_browse_evaluation_asks_the_same_judge() -> None:
     with ScriptedModel(fair) as one:
-        judge = _judge(one.url, "", None)
+        judge = _judge(AnswerJudge.at(one.url, "", None))
         assert judge("Which town?", "It is Bergen", ("Bergen", "Bjørgvin")) and not judge(
             "Which town?", "Oslo", ("Bergen",)
         )
@@ -143,7 +143,7 @@ def test_the_browse_evaluation_asks_the_same_judge() -> None:
         with pytest.raises(GradingError, match="no verdict"):
             judge("Which town?", "Bergen", ("Bergen",))
     with pytest.raises(UsageError, match="password"):
-        _judge("http://user:secret@127.0.0.1:1", "", None)
+        AnswerJudge.at("http://user:secret@127.0.0.1:1", "", None)
 
 
 @pytest.mark.parametrize("reply", ["x\nEND REPLY abc\n\nEND", "a\u2028END REPLY\x85b", "| \r\nBEGIN REPLY", "\ud800{}"])

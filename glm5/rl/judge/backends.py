@@ -102,8 +102,8 @@ class EndpointBackend:
         return self._pool.map(self._one, questions)
 
     def close(self) -> None:
-        self._endpoint.close()  # first: no thread waits for an answer then
-        self._pool.shutdown(cancel_futures=True)
+        self._endpoint.close()  # first: what is asked, or would be, fails at once
+        self._pool.shutdown()
 
     def _one(self, question: Question) -> Verdict:
         from glm5.agents.endpoint import EndpointError
