@@ -24,6 +24,10 @@ class Say:
 Script = Sequence[Say] | Callable[[dict[str, Any], int], Say]
 
 
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 256  # the standard library's 5 drop connections of many threads that begin together
+
+
 @dataclass
 class ScriptedModel:
     """`with` serves the script. A list answers its n-th reply to a conversation with n assistant messages."""
@@ -78,7 +82,7 @@ class ScriptedModel:
 
             def log_message(self, *arguments: object) -> None: ...
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = _Server(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
