@@ -8,14 +8,10 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from glm5.errors import MissingExtraError
-
-try:
+if TYPE_CHECKING:
     import httpx
-except ImportError as error:
-    raise MissingExtraError("httpx", "serve") from error
 
 Found = TypeVar("Found")
 LAST_BYTES_S = 2.0
@@ -78,7 +74,7 @@ class Connections:
 
 def read_rest(answer: httpx.Response, rest: Iterator[bytes]) -> None:
     """Reads what follows the last event of an answer, so that its connection can be used again. If that does not end
-    within `LAST_BYTES_S`, the connection is given up."""
+    within `LAST_BYTES_S`, the connection is given up: httpx.HTTPError."""
     if answer.is_closed:
         return
     used = answer.extensions["network_stream"].get_extra_info("socket")
@@ -88,8 +84,6 @@ def read_rest(answer: httpx.Response, rest: Iterator[bytes]) -> None:
     try:
         for _ in rest:
             pass
-    except httpx.HTTPError:
-        pass  # the answer is whole
     finally:
         timer.cancel()
 

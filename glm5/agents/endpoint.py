@@ -166,9 +166,11 @@ class Endpoint:
         if not self._ours:
             try:
                 self._ours.append(any(one["id"] == self.name and one["owned_by"] == OWNER for one in self._listed()))
-            except (EndpointError, LookupError, TypeError) as error:
-                if getattr(error, "may_pass", False):
+            except EndpointError as error:
+                if error.may_pass:
                     raise
+                self._ours.append(False)
+            except (LookupError, TypeError):
                 self._ours.append(False)
         return self._ours[0]
 
@@ -220,7 +222,7 @@ class Endpoint:
                         for event in _events(stream):
                             self._wire.feed(draft, event)
                         read_rest(answer, chunks)
-                    except httpx.HTTPError:
+                    except httpx.HTTPError:  # after the last word nothing is missing
                         if not draft.finish_reason:
                             raise
                 else:
@@ -322,7 +324,7 @@ def _whole(data: bytes) -> Any:
 
 
 def _beginning(chunks: Iterator[bytes], most: int) -> bytes:
-    """The first `most` bytes, as far as they come within a minute."""
+    """At most the first `most` bytes; reading stops after a minute."""
     read, began = bytearray(), time.monotonic()
     for chunk in chunks:
         read += chunk

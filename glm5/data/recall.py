@@ -41,8 +41,8 @@ def recall_text(seed: int, index: int, target_bytes: int) -> Pieces:
     """A training document of about `target_bytes` bytes that asks for every line again. First come the lines
     `name = value`, then all of them again in another order, as answers.
 
-    Names are answers too, although nobody can know their first letters: the later ones follow from the line above, so
-    they teach to find it. With values alone small models learn to take any value that they have seen, and stay there.
+    Names are answers too. Their first letters cannot be known, but the later ones follow from the line above: they
+    teach to find it. With values alone small models learn to take any value that they have seen, and stay there.
     The (name, value) pairs belong to the training split of `tasks.needle.needle_text`.
     """
     rng = random.Random(f"recall-{seed}-{index}")

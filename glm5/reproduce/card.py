@@ -62,7 +62,7 @@ def card(experiment: Experiment, result: dict[str, Any], figures: list[tuple[str
         _headline(result),
         "## Questions",
         f"Differences are left minus right, paired by seed, with Student's {_level(result)} interval over seeds"
-        f"{_looks(result)}. **Bold** questions "
+        f"{_shared(result)}. **Bold** questions "
         "decide about the claim. How many seeds would decide assumes that difference and spread stay as they are.",
         _questions(experiment, result),
         "## Variants",
@@ -83,13 +83,18 @@ def card(experiment: Experiment, result: dict[str, Any], figures: list[tuple[str
 
 
 def _level(result: dict[str, Any]) -> str:
-    return f"{100 * verdict.confidence(1 + len(result.get('added', []))):.3g} %"
+    return f"{100 * verdict.confidence(_looks(result)):.3g} %"
 
 
-def _looks(result: dict[str, Any]) -> str:
-    added = len(result.get("added", []))
+def _looks(result: dict[str, Any]) -> int:
+    """How often the result was looked at, with seeds added in between."""
+    return 1 + len(result.get("added", []))
+
+
+def _shared(result: dict[str, Any]) -> str:
+    looks = _looks(result)
     return (
-        f": seeds were added after a look at the others, and {1 + added} looks share an error of 5 %" if added else ""
+        f": seeds were added after a look at the others, and {looks} looks share an error of 5 %" if looks > 1 else ""
     )
 
 

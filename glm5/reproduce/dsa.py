@@ -116,8 +116,8 @@ def _training(s: Sizes) -> str:
     steps = ", ".join(f"{variant} {count:,}" for variant, count in s["variant_steps"].items())
     return (
         f"the base, {growing.said(s['growing'])}; then {s['steps']:,} steps of {s['rows']} rows of {s['row_length']} "
-        f"tokens, {s['needle_share']:.0%} of them retrieval texts, Muon, {s['lr']:g} to {s['final_lr']:g}, where the "
-        f"others go on; {s['dtype']}. Steps by variant: {steps}."
+        f"tokens, {s['needle_share']:.0%} of them retrieval texts, Muon, {s['lr']:g} to {s['final_lr']:g}, the rate of "
+        f"the others; {s['dtype']}. Steps by variant: {steps}."
     )
 
 
