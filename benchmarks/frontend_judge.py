@@ -23,7 +23,7 @@ from typing import Any
 
 from glm5.agents.endpoint import Endpoint, Model, Reply
 from glm5.data.sft import Conversation, write_conversations
-from glm5.eval.cc_bench.judge import PASS, TOOLS, FrontendJudge
+from glm5.eval.cc_bench.judge import FAIL, PASS, TOOLS, FrontendJudge
 from glm5.eval.cc_bench.scripted_judge import ScriptedItem, scripted_judge
 from glm5.records import Message
 from glm5.stats import clustered_share, wilson
@@ -61,7 +61,7 @@ def measure(judge: FrontendJudge, numbers: int, record: Path | None) -> None:
         totals.append(len(truth))
     share = clustered_share(agreed, totals)
     print(f"agreement: {share.value:.1%} [{share.low:.1%}, {share.high:.1%}] of {share.n} items, {len(totals)} pages")
-    for truth_is, wrong in (("broken", PASS), ("works", "fail")):
+    for truth_is, wrong in (("broken", PASS), ("works", FAIL)):
         n = sum(count for kind, count in kinds.items() if kind.startswith(truth_is))
         rate = wilson(kinds[f"{truth_is}: {wrong}"], n)
         print(f"{truth_is}, but judged {wrong}: {rate.value:.1%} [{rate.low:.1%}, {rate.high:.1%}] of {n}")
@@ -83,19 +83,38 @@ class Recorded:
 
 
 def demonstrate(folder: Path, numbers: int) -> None:
-    rows: dict[bool, list[Conversation]] = {True: [], False: []}
-    for task, _, project in pages(FIRST, numbers):
-        heard = [Recorded(ScriptedItem(item)) for item in task.items]
-        left = iter(heard)
-        found = FrontendJudge(lambda task, item, left=left: next(left)).verdicts(task, project)  # type: ignore[misc]
-        for one, session in zip(found.values(), heard, strict=True):
-            rows[one.verdict == PASS].append(Conversation(session.messages, TOOLS))
-    least, choice = min(map(len, rows.values())), random.Random(0)
-    chosen = [row for part in rows.values() for row in choice.sample(part, least)]
-    choice.shuffle(chosen)
+    shown, choice = list(pages(FIRST, numbers)), random.Random(0)
+    sides: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+    for page, (task, mutant, _) in enumerate(shown):
+        for item, works in enumerate(task.truth(mutant), start=1):
+            sides[works].append((page, item))
+    least = min(map(len, sides.values()))
+    chosen = {one for side in sides.values() for one in choice.sample(side, least)}
+    rows: list[Conversation] = []
+    for page, (task, mutant, project) in enumerate(shown):
+        items = [item for item in range(1, len(task.items) + 1) if (page, item) in chosen]
+        heard = {item: Recorded(ScriptedItem(task.items[item - 1])) for item in items}
+        left, truth = iter(heard.values()), task.truth(mutant)
+        others = {str(item): PASS for item in range(1, len(task.items) + 1) if item not in items}
+        found = FrontendJudge(lambda task, item, left=left: next(left)).verdicts(task, project, others)  # type: ignore[misc]
+        for item, session in heard.items():
+            if found[str(item)].verdict == (PASS if truth[item - 1] else FAIL):
+                rows.append(Conversation(session.messages, TOOLS))
+    choice.shuffle(rows)
     folder.mkdir(parents=True, exist_ok=True)
-    count = write_conversations(folder / "train.jsonl", chosen)
-    print(f"{count} conversations, half of them of items that fail: {folder / 'train.jsonl'}")
+    count = write_conversations(folder / "train.jsonl", rows)
+    texts = [{"text": _text(row, with_tools=number % 10 == 0)} for number, row in enumerate(rows)]
+    (folder / "texts.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts), encoding="utf-8")
+    print(f"{count} conversations, half of them of items that fail: {folder / 'train.jsonl'}, texts.jsonl")
+
+
+def _text(row: Conversation, with_tools: bool) -> str:
+    """What a session says, for the tokenizer and pre-training. The tools' texts are long and always the same."""
+    parts = [json.dumps(tool, ensure_ascii=False) for tool in row.tools if with_tools]
+    for message in row.messages:
+        calls = [f"{call.name} {json.dumps(dict(call.arguments))}" for call in message.tool_calls]
+        parts += [message.content or "", *calls]
+    return "\n".join(part for part in parts if part)
 
 
 def main() -> None:

@@ -252,7 +252,7 @@ def combine(y: Tensor, slot_of: Tensor, weights: Tensor) -> Tensor:
     """Weighted sum of each token's expert outputs: y [M, D] in expert order, slot_of [T * K], weights [T, K] in fp32
     (or wider) -> [T, D]."""
     if by_operator(y) and weights.dtype == wide(y.dtype):
-        weights = weights.contiguous()
+        y, slot_of, weights = y.contiguous(), slot_of.contiguous(), weights.contiguous()
         if torch.is_grad_enabled() and (y.requires_grad or weights.requires_grad):
             return _Combine.apply(y, slot_of, weights)
         return _combine(y, slot_of, weights)

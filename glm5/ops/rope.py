@@ -56,6 +56,7 @@ def _native_rope(x: Tensor, cos: Tensor, sin: Tensor, offset: int, sign: float) 
         return _rotate(x, cos, sin, offset, sign)
     x = x if x.stride(2) == 1 else x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype)
+    cos, sin = cos.contiguous(), sin.contiguous()
     native.rope(x, out, cos, sin, *x.shape, x.stride(0), x.stride(1), offset, 2 * cos.shape[1], sign)
     return out
 
@@ -76,7 +77,8 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, offset: int = 0) -> Tensor:
 
     x [M, H, D], cos and sin [M, dim / 2] in fp32 (one row per token, see `rope_table`).
     """
-    if (kernels(x) is not None or not x.is_cpu) and cos.dtype == torch.float32:
+    fit = cos.dtype == sin.dtype == torch.float32 and cos.shape == sin.shape and len(cos) == len(x)
+    if fit and (kernels(x) is not None or not x.is_cpu):
         if torch.is_grad_enabled() and x.requires_grad:
             return _Rope.apply(x, cos, sin, offset)
         return _native_rope(x, cos, sin, offset, 1.0)

@@ -121,7 +121,7 @@ static int row_case() {
     i64 first = pick(0, length - t), low = pick(0, 3);
     Vec<T> scores = numbers<T>(G * t * n), d = numbers<T>(G * t * n);
     Vec<i64> start(B * length), end(B * length);
-    for (i64 i = 0; i < B * length; i++) start[i] = low + pick(0, n - 1), end[i] = start[i] + pick(1, n);
+    for (i64 i = 0; i < B * length; i++) start[i] = pick(-3, low + n + 9), end[i] = pick(-3, low + 2 * n);
     Vec<float> lse(2 * G * length);
     range_softmax(scores.data(), start.data(), end.data(), lse.data(), G, heads, t, n, length, first, low, 0.5f);
     range_softmax_backward(scores.data(), d.data(), start.data(), end.data(), lse.data(), G, heads, t, n, length, first, low, 0.5f);

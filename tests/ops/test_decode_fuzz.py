@@ -14,14 +14,15 @@ FLAGS = (
     "-std=c++17 -O1 -march=native -pthread -fopenmp -fno-math-errno -fsanitize=address,undefined "
     "-fno-sanitize-recover=undefined"
 ).split()
+V3 = ("-march=x86-64-v3",)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not native.available(), reason="no compiler here")
 @pytest.mark.parametrize(
     ("program", "flags"),
-    [("decode_fuzz", ()), ("decode_fuzz", (SLOW_PAIRS_FLAG,)), ("kernel_fuzz", ())],
-    ids=["decoding", "decoding, slow pairs", "kernels"],
+    [("decode_fuzz", ()), ("decode_fuzz", (SLOW_PAIRS_FLAG,)), ("kernel_fuzz", ()), ("kernel_fuzz", V3)],
+    ids=["decoding", "decoding, slow pairs", "kernels", "kernels, AVX2"],
 )
 def test_random_shapes_under_sanitizers(program: str, flags: tuple[str, ...], tmp_path: Path) -> None:
     """500 shapes of each family, fp32 and bf16, plain rows and pages, an int8 cache too: no access outside of a buffer,

@@ -36,6 +36,19 @@ def test_a_key_outside_of_every_range_gets_no_gradient_and_changes_nothing() -> 
     assert torch.equal(dense_attention(*tensors, ranges, SCALE), out)
 
 
+def test_ranges_that_are_empty_or_end_before_they_begin_see_nothing() -> None:
+    (q, k, v, grad), _ = case((1, 2, 5, 40, 8, 8), seed=2)
+    ranges = (torch.tensor([[0, 70, 5, 30, 7]]), torch.tensor([[40, 0, 99, 3, 7]]))
+    found, expected = [], []
+    for into, dtype in ((found, torch.float32), (expected, torch.float64)):
+        tensors = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        out = dense_attention(*tensors, ranges, SCALE)
+        into += [out, *torch.autograd.grad(out, tensors, grad.to(dtype))]
+    assert not found[0][:, :, [1, 3, 4]].any()
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
+
+
 def test_large_logits_do_not_overflow() -> None:
     q = torch.full((1, 1, 4, 16), 30.0)
     end = torch.arange(1, 5).unsqueeze(0)

@@ -229,6 +229,38 @@ def test_extreme_numbers_break_only_what_reads_them(value: float, dtype: torch.d
     assert torch.equal(rms_norm(zeros, torch.ones(16, dtype=dtype), 1e-5), zeros)
 
 
+@dtypes
+@torch.no_grad()
+def test_operands_that_are_not_as_the_kernels_read_them(dtype: torch.dtype) -> None:
+    """Views give what their copies give, keys end where they end, and widths that do not match are an error."""
+    y, weights = randn(12, 20, seed=1).to(dtype)[:, :10], randn(6, 2, seed=2)
+    slots = torch.stack((torch.arange(12).flip(0), torch.zeros(12, dtype=torch.long)), dim=1)[:, 0]
+    assert torch.equal(combine(y, slots, weights), combine(y.clone(), slots.clone(), weights))
+    x, table = randn(5, 2, 12, seed=3).to(dtype), (randn(5, 16, seed=4), randn(5, 16, seed=5))
+    narrow = [one[:, ::2] for one in table]
+    assert torch.equal(rope(x, *[one[:, :4] for one in narrow]), rope(x, *[one[:, :4].clone() for one in narrow]))
+    rows = [one[:1, :4] for one in table]
+    assert_near(rope(x, *[one.expand(5, -1) for one in rows]), rope(x.double(), *rows), dtype)
+    assert_near(rope(x, *rows), rope(x.double(), *rows), dtype)
+    with pytest.raises(RuntimeError, match="mat"):
+        small_batch.linear(x[0, :, :8].contiguous(), y.new_zeros(4, 16))
+    q, keys, w = randn(1, 2, 3, 8, seed=6).to(dtype), randn(1, 9, 8, seed=7).to(dtype), randn(1, 2, 3, seed=8)
+    ends = [torch.tensor([[9, 6]]), torch.tensor([[99, 6]])]
+    wide, exact = (select_keys(q, keys, w, torch.zeros(1, 2, dtype=torch.long), end, 4) for end in reversed(ends))
+    assert torch.equal(wide, exact)
+
+
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FC00001, 0x7FFFFFFF, -1, -0x3FFFFF])
+def test_a_nan_of_any_bits_stays_one(bits: int) -> None:
+    logits = torch.zeros(1, 33)
+    logits.view(torch.int32)[0, 5] = bits
+    found = torch.empty(1)
+    found_by = native.kernels(logits)
+    assert found_by is not None
+    found_by.logsumexp(logits, found, None, 1, 33, 1.0)
+    assert found.isnan()
+
+
 def selection() -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
     """Inputs of the indexer (q, k, w, start, end) and of attention (q, latents), and keys to select."""
     q, k, w = randn(2, 5, 3, 8, seed=1), randn(2, 64, 8, seed=2), randn(2, 5, 3, seed=3)
@@ -302,6 +334,29 @@ def test_a_failing_compiler_is_reported_once(tmp_path: Path, forks: Any) -> None
     run = forks.start(script, CXX=str(compiler), XDG_CACHE_HOME=str(tmp_path))
     assert run.wait(60) == 0 and run.out.split() == ["False", "False"]
     assert run.err.count("CPU kernels could not be built") == 1 and "no space" in run.err
+
+
+@pytest.mark.long
+def test_a_damaged_library_is_built_again(tmp_path: Path, forks: Any) -> None:
+    script = "from glm5.ops import native; print(native.available())"
+    assert forks.run(script, XDG_CACHE_HOME=str(tmp_path)).strip() == "True"
+    (library,) = (tmp_path / "glm5").glob("kernels-*.so")
+    library.write_bytes(b"")
+    assert forks.run(script, XDG_CACHE_HOME=str(tmp_path)).strip() == "True" and library.stat().st_size
+
+
+def test_a_user_without_a_home_computes_with_torch(forks: Any) -> None:
+    script = """
+import os, pwd, warnings
+def nobody(uid):
+    raise KeyError(uid)
+pwd.getpwuid = nobody
+os.environ.pop("HOME", None), os.environ.pop("XDG_CACHE_HOME", None)
+warnings.simplefilter("ignore")
+from glm5.ops import native
+print(native.available())
+"""
+    assert forks.run(script).strip() == "False"
 
 
 def test_a_cache_that_others_can_write_to_is_refused(tmp_path: Path, forks: Any) -> None:

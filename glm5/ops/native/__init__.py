@@ -157,7 +157,7 @@ def _load() -> dict[torch.dtype, Kernels]:
         library = _prebuilt() or _compiled()
         if library is None:
             return {}
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: the user has no home
         detail = getattr(error, "stderr", "") or str(error)
         warnings.warn(f"CPU kernels could not be built, using torch alone: {str(detail)[:300]}", stacklevel=2)
         return {}
@@ -180,7 +180,12 @@ def _compiled() -> ctypes.CDLL | None:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=20, check=True).stdout
     if "clang" in version:  # the source uses GCC's vector shuffles
         return None
-    return ctypes.CDLL(str(_build(compiler, version)))
+    library = _build(compiler, version)
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError:  # damaged, as after a loss of power
+        library.unlink(missing_ok=True)
+        return ctypes.CDLL(str(_build(compiler, version)))
 
 
 def _build(compiler: str, version: str) -> Path:
@@ -192,6 +197,8 @@ def _build(compiler: str, version: str) -> Path:
             made = Path(folder) / "kernels.so"
             command = [compiler, *FLAGS, str(SOURCE), "-o", str(made)]
             subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=True)
+            with made.open("rb") as file:
+                os.fsync(file.fileno())
             os.replace(made, target)
     return target
 

@@ -115,7 +115,7 @@ static inline bool sane(const FusedBlocks& c) {
         if (layer.inner < 1 || layer.inner > most || layer.shared < 0 || layer.shared > most) return false;
         if (layer.has_experts && (c.per_token < 1 || c.per_token > c.experts || c.experts > most)) return false;
     }
-    return s.R % 2 == 0 && s.R <= s.d && (s.shift == 63 || (s.shift >= 0 && s.shift < 40 && s.size == i64(1) << s.shift));
+    return s.R % 2 == 0 && s.R <= s.d && (s.shift == 63 || (s.shift >= 6 && s.shift < 40 && s.size == i64(1) << s.shift));
 }
 
 // Whether every slot, sequence, range of keys and page lies inside the pools and the page table.

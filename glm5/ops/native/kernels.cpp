@@ -1,7 +1,8 @@
 // CPU kernels behind glm5.ops. Plain C++ without torch headers, so that it compiles in seconds on first use.
 //
 // Every kernel computes one row (token, query) by itself and in a fixed order: its result does not depend on which other
-// rows share the batch. Arithmetic is fp32; bf16 exists in memory only. Layouts are contiguous unless a stride is named.
+// rows share the batch (but see `Halves` for numbers below 2^-126). Arithmetic is fp32; bf16 exists in memory only. Layouts
+// are contiguous unless a stride is named.
 
 #include "softmax.h"
 #include "step.h"

@@ -8,10 +8,11 @@ struct Span {
     i64 from, to;
 };
 
-// Keys of query i of the block that lie inside the block's n keys; heads of one sequence share them.
+// Keys of query i of the block that lie inside the block's n keys; heads of one sequence share them. A range that ends
+// before it begins is empty.
 static inline Span span(const i64* start, const i64* end, i64 row, i64 low, i64 n) {
-    i64 from = start[row] - low, to = end[row] - low;
-    return {from < 0 ? 0 : from, to > n ? n : to};
+    i64 from = std::clamp<i64>(start[row] - low, 0, n);
+    return {from, std::clamp(end[row] - low, from, n)};
 }
 
 template <class T>

@@ -1,6 +1,7 @@
 // Products of few rows with a large matrix, sixteen of its rows at a time: fetching weights is what takes time.
 //
-// Every dot product is one sum along the row, whatever the number of rows: bits do not depend on the batch.
+// Every dot product is one sum along the row, whatever the number of rows: bits do not depend on the batch, unless
+// `Halves` (below) takes numbers below 2^-126.
 #pragma once
 
 #include "integers.h"
@@ -33,8 +34,8 @@ struct Whole {
     explicit Whole(__m512i x) : x((__m512bh)x) {}
 };
 static ALWAYS_INLINE v16 mac(v16 acc, Whole a, Whole b) { return (v16)_mm512_dpbf16_ps((__m512)acc, a.x, b.x); }
-// The same numbers as floats. Their products give the same sum, but for denormal numbers, which the processor takes as zero
-// in pairs.
+// The same numbers as floats. Their products give the same sum, but for numbers below 2^-126 among factors, products and sums,
+// which the processor takes as zero in pairs.
 struct Halves {
     v16 even, odd;
     Halves() = default;

@@ -155,12 +155,12 @@ struct Aligned {
 };
 typedef std::vector<float, Aligned<float>> Zeros;
 
-// e^x as 2^n * polynomial on [-ln2/2, ln2/2], relative error below 2e-7; 0 below -87, infinity above 88. V are lanes of
-// floats, I as many of integers.
+// e^x as 2^n * polynomial on [-ln2/2, ln2/2], relative error below 2e-7; 0 below -87, infinity above 88, NaN of a
+// NaN. V are lanes of floats, I as many of integers.
 template <class V, class I>
 static ALWAYS_INLINE V exp_lanes(V x) {
     V low = V{} - 87.0f, high = V{} + 88.0f;
-    I tiny = x < low, huge = x > high;
+    I tiny = x < low, fits = x <= high;
     x = x < low ? low : x;
     x = x > high ? high : x;
     V t = x * 1.44269504f + 12582912.0f;  // adding 1.5 * 2^23 rounds to the nearest integer
@@ -175,7 +175,7 @@ static ALWAYS_INLINE V exp_lanes(V x) {
     p = p * r * r + r + 1.0f;
     I exponent = (I)t << 23;  // the integer sits in the low mantissa bits of t
     V out = (V)((I)p + exponent);
-    return tiny ? V{} : huge ? V{} + INFINITY : out;
+    return tiny ? V{} : fits ? out : x * INFINITY;
 }
 static inline v16 exp16(v16 x) {
     Floats parts[16 / LANES];
