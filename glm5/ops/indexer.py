@@ -232,9 +232,8 @@ def select_keys(
     if rule is None and by_operator(q) and (packed or k.dtype == q.dtype):
         q, k, w, start, end = (x.contiguous() for x in (q, k, w.to(wide(q.dtype)), start, end))
         if pages is None:
-            start, end, view = start.clamp(min=0), end.clamp(max=k.shape[1]), plain_view(k.shape[1])
-        else:
-            view = pages.kernel_view()
+            start, end = start.clamp(min=0), end.clamp(max=k.shape[1])
+        view = plain_view(k.shape[1]) if pages is None else pages.kernel_view()
         return _select(q, k, *view, w, start, end, topk)
     if pages is not None:
         return _select_from_pool(q, k, w, start, end, topk, pages, rule)

@@ -1,9 +1,10 @@
 """Products of bf16 matrices with a bf16 result, also on a CPU without fast instructions for them.
 
 Without any, torch's own product takes about ten times as long as one of fp32 copies; on Intel's processors that have
-them, but whose AMX is absent or hidden by a virtual machine, 1.5 to 2 times. So operands become fp32 for one product,
-which is summed in fp32 and rounded once, as processors with bf16 instructions do. What backward keeps stays bf16. On
-every other CPU and device, and for other dtypes, torch multiplies as it is.
+them, but whose AMX is absent or hidden by a virtual machine, 1.5 to 2 times. So operands become fp32: block by block in
+a compiled kernel, otherwise as a whole for torch's product. The result is summed in fp32 and rounded once, as
+processors with bf16 instructions do. What backward keeps stays bf16. On every other CPU and device, and for other
+dtypes, torch multiplies as it is.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from glm5.ops.native import Kernels, kernels
 from glm5.ops.native.prebuilt import SLOW_PAIRS, processor_flags
 from glm5.ops.operators import operator
 
@@ -26,6 +28,8 @@ def _has_bf16() -> bool:
 
 CPU_HAS_BF16 = _has_bf16()
 """Decided once: a process does not change its CPU. A constant, so that `torch.compile` can look at it."""
+KERNEL_PAYS = "avx2" in processor_flags()
+"""Whether the compiled kernel takes less time than copies and torch."""
 
 
 def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -41,7 +45,7 @@ def widen(x: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N], in the dtype of x; differentiable."""
-    if not _widens(x, weight):
+    if not widens(x, weight):
         return F.linear(x, weight, bias)
     rows = x.flatten(0, -2) if x.ndim > 1 else x.unsqueeze(0)
     return _Product.apply(rows, weight, bias).view(*x.shape[:-1], weight.shape[0])
@@ -49,18 +53,21 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def bmm(a: Tensor, b: Tensor) -> Tensor:
     """a [n, M, K] times b [n, K, N] -> [n, M, N]; differentiable."""
-    return _Product.apply(a, b.mT, None) if _widens(a, b) else torch.bmm(a, b)
+    return _Product.apply(a, b.mT, None) if widens(a, b) else torch.bmm(a, b)
 
 
 def mm_into(out: Tensor, a: Tensor, b: Tensor) -> None:
     """out [M, N] <- a [M, K] times b [K, N]; no gradient. If `a` is wider than `out`, so is `b` (see `widen`)."""
-    if a.dtype == out.dtype and not _widens(a, b):
+    if a.dtype == out.dtype and not widens(a, b):
         torch.mm(a, b, out=out)
+    elif a.dtype == out.dtype and out.is_contiguous() and (native := product_kernels(a)) is not None:
+        products(native, a, b.mT, out)
     else:
         out.copy_(torch.mm(widen(a), widen(b)))
 
 
-def _widens(a: Tensor, b: Tensor) -> bool:
+def widens(a: Tensor, b: Tensor) -> bool:
+    """Whether a product of both is computed in another dtype than theirs."""
     return a.dtype == b.dtype and product_dtype(a.dtype, a.device) != a.dtype
 
 
@@ -85,5 +92,33 @@ class _Product(torch.autograd.Function):
     lambda x, weight, _: x.new_empty(*x.shape[:-1], weight.shape[-2]),
 )
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    native = product_kernels(x) if bias is None and x.ndim == weight.ndim <= 3 else None
+    if native is not None:
+        return products(native, x, weight, x.new_empty(*x.shape[:-1], weight.shape[-2]))
     out = torch.matmul(x.float(), weight.float().mT)
     return (out if bias is None else out.add_(bias)).to(x.dtype)
+
+
+def product_kernels(x: Tensor) -> Kernels | None:
+    """The kernels for `products`, if they pay."""
+    return kernels(x) if KERNEL_PAYS else None
+
+
+def products(native: Kernels, a: Tensor, b: Tensor, out: Tensor, bounds: Tensor | None = None) -> Tensor:
+    """out <- a times b transposed, by the kernel: a [M, K] and b [N, K] -> out [M, N], or n of each. With `bounds`
+    (integers [n + 1]) the rows bounds[g] .. bounds[g + 1] - 1 of one a [M, K] are multiplied by b[g]. `out` is
+    contiguous; the operands may be transposed. Raises RuntimeError if they do not fit."""
+    if a.shape[-1] != b.shape[-1] or (bounds is None and a.shape[:-2] != b.shape[:-2]):
+        raise RuntimeError(f"{tuple(a.shape)} and {tuple(b.shape)} cannot be multiplied.")
+    a, b = _along_one(a), _along_one(b)
+    groups = 1 if b.ndim == 2 else b.shape[0]
+    starts = None if bounds is None else bounds.to(torch.int64).contiguous()
+    sizes = (groups, a.shape[-2], b.shape[-2], a.shape[-1])
+    strides = [(t.stride(0) if t.ndim == 3 else 0, t.stride(-2), t.stride(-1)) for t in (a, b)]
+    native.product(a, b, out, starts, *sizes, *strides[0], *strides[1], torch.get_num_threads())
+    return out
+
+
+def _along_one(x: Tensor) -> Tensor:
+    """`x`, whose rows or columns have their elements next to each other."""
+    return x if 1 in x.stride()[-2:] else x.contiguous()

@@ -4,6 +4,7 @@
 #include <random>
 #include <string>
 
+#include "product.h"
 #include "softmax.h"
 #include "step.h"
 
@@ -154,6 +155,13 @@ static int product_case() {
     f.shared_up = {both.data(), {}}, f.shared_down = {back.data(), {}}, f.S = N;
     thin_feed_forward(x.data(), f, again.data(), M, K, threads);
     i64 bits = pick(0, 1) ? 8 : 4, E = pick(1, 4);
+    Vec<i64> bounds(E + 1, M);
+    bounds[0] = 0;
+    for (i64 e = 1; e < E; e++) bounds[e] = pick(bounds[e - 1], M);
+    i64 deep = pick(0, 3) ? K : pick(500, 1100), form = pick(0, 7), own = form & 4 ? 1 : E;
+    Vec<T> rows = numbers<T>(own * M * deep), columns = numbers<T>(E * N * deep), product_of(own * M * N);
+    product(rows.data(), columns.data(), product_of.data(), form & 4 ? bounds.data() : nullptr, E, M, N, deep, M * deep,
+            form & 1 ? 1 : deep, form & 1 ? M : 1, N * deep, form & 2 ? 1 : deep, form & 2 ? N : 1, threads);
     if (bits == 4) K = pick(0, 1) ? 128 * pick(1, 2) : 8 * pick(1, 12);
     i64 groups = bits == 4 && K % 128 == 0 && pick(0, 1) ? K / 128 : 1;
     x = numbers<T>(M * K);
@@ -161,9 +169,6 @@ static int product_case() {
     for (uint8_t& v : values) v = uint8_t(source());
     Vec<float> scales(E * up16(N) * groups, 0.01f);
     Vec<int> sums(E * up16(N));
-    Vec<i64> bounds(E + 1, M);
-    bounds[0] = 0;
-    for (i64 e = 1; e < E; e++) bounds[e] = pick(bounds[e - 1], M);
     integer_product(x.data(), IntegerMatrix{values.data(), scales.data(), bits == 8 ? sums.data() : nullptr, bits, groups}, bounds.data(),
                     out.data(), M, N, K, E, threads);
     return 0;

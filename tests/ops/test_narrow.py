@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,10 +28,11 @@ ROUNDING = 2.0**-8
 """Of one number to bf16, relative: a half of its last digit is at most this."""
 
 
-@pytest.fixture(params=[True, False], ids=["bf16 instructions", "through fp32"])
+@pytest.fixture(params=["bf16 instructions", "compiled", "through fp32"])
 def has_bf16(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr(narrow, "CPU_HAS_BF16", request.param)
-    return bool(request.param)
+    monkeypatch.setattr(narrow, "CPU_HAS_BF16", request.param == "bf16 instructions")
+    monkeypatch.setattr(narrow, "KERNEL_PAYS", request.param == "compiled")
+    return str(request.param) == "bf16 instructions"
 
 
 @pytest.fixture
@@ -89,6 +92,39 @@ def test_products_and_gradients(case: str, has_bf16: bool) -> None:
     for x, found, own in zip(inputs, gradients, torch.autograd.grad(expected, exact, grad.double()), strict=True):
         close(found, own, 60)
         assert found.is_contiguous() or x.ndim == 3  # that of a weight is laid out as it
+
+
+@given(st.data(), st.integers(1, 3), st.integers(1, 230), st.integers(1, 70), st.integers(0, 20), st.integers(0, 20))
+@settings(max_examples=40, deadline=None)
+def test_the_kernel(data: st.DataObject, groups: int, rows: int, columns: int, depth: int, seed: int) -> None:
+    """Every layout of the operands, against float64; a row alone has the same bits, with one thread and with two."""
+    native = narrow.kernels(torch.empty(0, dtype=BF16))
+    if native is None:
+        pytest.skip("no compiler here")
+    depth = data.draw(st.sampled_from([depth, 520 + 30 * depth]))
+    a, b = randn(groups, rows, depth, seed=seed), randn(groups, columns, depth, seed=seed + 1)
+    turned = [x.mT.contiguous().mT if data.draw(st.booleans()) else x for x in (a, b)]
+    out = narrow.products(native, *turned, a.new_empty(groups, rows, columns))
+    close(out, a.double() @ b.double().mT, max(depth, 1))
+    bounds = torch.tensor([0, *sorted(data.draw(st.integers(0, rows)) for _ in range(groups))], dtype=torch.int32)
+    parts = narrow.products(native, turned[0][0], turned[1], a.new_zeros(rows, columns), bounds)
+    row = data.draw(st.integers(0, rows - 1))
+    owner = int((bounds[1:] <= row).sum())
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3 - min(threads, 2))
+        alone = narrow.products(native, a[0, row : row + 1], b[min(owner, groups - 1)], a.new_empty(1, columns))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(parts[row], alone[0] if owner < groups else torch.zeros_like(parts[row]))
+
+
+def test_operands_of_the_kernel_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    for own in (True, False):
+        monkeypatch.setattr(narrow, "CPU_HAS_BF16", False)
+        monkeypatch.setattr(narrow, "KERNEL_PAYS", own)
+        with pytest.raises(RuntimeError, match="multiplied"):
+            narrow.linear(randn(3, 4, seed=1), randn(5, 6, seed=2))
 
 
 @pytest.mark.parametrize("case", PRODUCTS)

@@ -62,6 +62,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "rms_norm_backward": (_P, _P, _P, _P, _P, _P, _I, _I, _I),
     "swiglu": (_P, _P, _I, _I),
     "swiglu_backward": (_P, _P, _P, _I, _I),
+    "product": (_P, _P, _P, _P, *[_I] * 11),
     "thin_linear": (_P, _P, _P, *[_I] * 4),
     "thin_wide_linear": (_P, _P, _P, *[_I] * 4),
     "thin_mlp": (_P, _P, _P, _P, *[_I] * 4),

@@ -4,6 +4,7 @@
 // rows share the batch (but see `Halves` for numbers below 2^-126). Arithmetic is fp32; bf16 exists in memory only. Layouts
 // are contiguous unless a stride is named.
 
+#include "product.h"
 #include "softmax.h"
 #include "step.h"
 
@@ -59,6 +60,10 @@ BOTH(rms_norm_backward,
 BOTH(swiglu, (const void* x, void* out, i64 M, i64 I), swiglu(CP(x), P(out), M, I))
 BOTH(swiglu_backward, (const void* x, const void* grad, void* out, i64 M, i64 I),
      swiglu_backward(CP(x), CP(grad), P(out), M, I))
+BOTH(product,
+     (const void* a, const void* b, void* out, const i64* bounds, i64 groups, i64 M, i64 N, i64 K, i64 a_group, i64 a_step,
+      i64 a_along, i64 b_group, i64 b_step, i64 b_along, i64 threads),
+     product(CP(a), CP(b), P(out), bounds, groups, M, N, K, a_group, a_step, a_along, b_group, b_step, b_along, threads))
 BOTH(thin_linear, (const void* x, const void* w, void* out, i64 M, i64 N, i64 K, i64 threads),
      thin_linear(CP(x), CP(w), P(out), M, N, K, threads))
 BOTH(thin_wide_linear, (const void* x, const void* w, float* out, i64 M, i64 N, i64 K, i64 threads),
