@@ -231,7 +231,7 @@ def select_keys(
         return select_keys_8bit(q, k, w, start, end, topk, pages, scores)
     if rule is None and by_operator(q) and (packed or k.dtype == q.dtype):
         q, k, w, start, end = (x.contiguous() for x in (q, k, w.to(wide(q.dtype)), start, end))
-        if pages is None:
+        if pages is None and q.is_cpu:  # the kernel reads what it is told to
             start, end = start.clamp(min=0), end.clamp(max=k.shape[1])
         view = plain_view(k.shape[1]) if pages is None else pages.kernel_view()
         return _select(q, k, *view, w, start, end, topk)
