@@ -17,26 +17,12 @@ const i64 TALL = 12;  // rows whose sums stay in registers
 #else
 const i64 TALL = 6;
 #endif
-const i64 WIDE = 2 * LANES;                         // columns whose sums do
+const i64 WIDE = 2 * LANES;  // columns whose sums do
 const i64 MOST_TALL = 192, MOST_WIDE = 512, DEEP = 512;  // of a block: what is widened stays in the cache
 
 #ifdef __AVX512F__
-// Sixteen rows of sixteen words become sixteen columns.
-static ALWAYS_INLINE void turn(i16v* x) {
-    const i16v lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-#pragma GCC unroll 4
-    for (int w = 8; w; w /= 2) {
-        i16v even = (lane & w) == 0 ? lane : lane - w + 16, odd = (lane & w) == 0 ? lane + w : lane + 16;
-#pragma GCC unroll 16
-        for (int i = 0; i < 16; i++)
-            if (!(i & w)) {
-                i16v a = x[i], b = x[i + w];
-                x[i] = __builtin_shuffle(a, b, even), x[i + w] = __builtin_shuffle(a, b, odd);
-            }
-    }
-}
-static ALWAYS_INLINE void put(float* to, i64 stride, const i16v& words, const float*) { at(to) = (v16)words; }
-static ALWAYS_INLINE void put(float* to, i64 stride, const i16v& words, const bf16*) {  // two neighbours in every word
+static ALWAYS_INLINE void put(float* to, i64, v16 words, const float*) { at(to) = words; }
+static ALWAYS_INLINE void put(float* to, i64 stride, v16 words, const bf16*) {  // two neighbours in every word
     at(to) = (v16)((u16v)words << 16), at(to + stride) = (v16)((u16v)words & 0xffff0000u);
 }
 #endif
@@ -54,16 +40,16 @@ static void widen_panel(const Strided<T>& b, i64 first, i64 columns, i64 low, i6
     const i64 STEP = 64 / sizeof(T);
     for (i64 i = 0; i < WIDE; i += 16)
         for (i64 k = 0; k < depth; k += STEP) {
-            i16v words[16];
+            v16 words[16];
             const T* own = from + i * b.step + k;
             if (columns - i >= 16 && depth - k >= STEP)
                 for (i64 n = 0; n < 16; n++) memcpy(&words[n], own + n * b.step, 64);
             else
                 for (i64 n = 0; n < 16; n++) {
-                    words[n] = i16v{};
+                    words[n] = v16{};
                     if (n < columns - i) memcpy(&words[n], own + n * b.step, std::min(STEP, depth - k) * sizeof(T));
                 }
-            turn(words);
+            transpose16(words);
             for (i64 j = 0; j < 16; j++) put(panel + (k + j * (STEP / 16)) * WIDE + i, WIDE, words[j], from);
         }
 #else
@@ -72,9 +58,10 @@ static void widen_panel(const Strided<T>& b, i64 first, i64 columns, i64 low, i6
 #endif
 }
 
-// sums [R, WIDE] (+)= a [R, depth] times a panel.
+// sums [R, WIDE] = a [R, depth] times a panel, with `more` added to what is there. Not inlined: it needs all registers.
 template <int R>
-static __attribute__((noinline)) void multiply(const float* a, i64 step, i64 along, const float* panel, i64 depth, float* sums, bool more) {
+static __attribute__((noinline)) void multiply(const float* a, i64 step, i64 along, const float* panel, i64 depth,
+                                               float* sums, bool more) {
     Floats acc[R][2];
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++)

@@ -215,6 +215,22 @@ static ALWAYS_INLINE v16 hsum16(const v16* x) {
     return *(const v16*)sums;
 }
 #else
+// 16 x 16 transposition in registers: four rounds of exchanging halves, quarters, pairs, single lanes.
+static inline void transpose16(v16* x) {
+    const i16v l8 = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
+    const i16v l4 = {0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27};
+    const i16v l2 = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29};
+    const i16v l1 = {0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30};
+#define EXCHANGE(step, low)                                         \
+    _Pragma("GCC unroll 16") for (int i = 0; i < 16; i++) if (!(i & step)) { \
+        v16 a = x[i], b = x[i + step];                              \
+        x[i] = __builtin_shuffle(a, b, low);                        \
+        x[i + step] = __builtin_shuffle(a, b, low + step);          \
+    }
+    EXCHANGE(8, l8) EXCHANGE(4, l4) EXCHANGE(2, l2) EXCHANGE(1, l1)
+#undef EXCHANGE
+}
+
 #define HALVES(a, b, low, high) (__builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high))
 
 static ALWAYS_INLINE v16 hsum16(const v16* x) {
