@@ -88,12 +88,13 @@ static void product_block(const Strided<T>& a, const Strided<T>& b, T* out, i64 
     if (K > DEEP) sums.resize(std::max<size_t>(sums.size(), padded * panels * WIDE));
     alignas(64) float own[TALL * WIDE];
     for (i64 low = 0; low < K || !low; low += DEEP) {
-        i64 depth = std::min(DEEP, K - low), step = a.along == 1 ? (depth + 15) / 16 * 16 : 1, along = a.along == 1 ? 1 : MOST_TALL;
-        if (a.along == 1)
+        bool by_rows = a.along == 1;
+        i64 depth = std::min(DEEP, K - low), step = by_rows ? up16(depth) : 1, along = by_rows ? 1 : MOST_TALL;
+        if (by_rows)
             for (i64 r = 0; r < tall; r++) widen(a.data + (first + r) * a.step + low, &rows[r * step], depth, step);
         else
             for (i64 k = 0; k < depth; k++)
-                widen(a.data + first + (low + k) * a.along, &rows[k * along], tall, (tall + 15) / 16 * 16);
+                widen(a.data + first + (low + k) * a.along, &rows[k * along], tall, up16(tall));
         for (i64 p = 0; p < panels; p++) {
             i64 column = left + p * WIDE, columns = std::min(WIDE, right - column);
             widen_panel(b, column, columns, low, depth, panel.data());
