@@ -89,13 +89,15 @@ def run(work: Work) -> Outcome:
         searched = read_run(work.runs, "search", work.seed)
         assert searched is not None, "variants wait for what they continue"
         pattern = "interleave" if variant == "interleave" else searched["details"]["pattern"]
-        model = efficient(model, pattern, FORMS[variant], work.seed)
+        model = efficient(model, s, pattern, FORMS[variant], work.seed)
     return _trained(work, model, "more", "midtrain", more, steps)
 
 
-def efficient(model: GLM5ForCausalLM, pattern: str, form: str, seed: int = 0) -> GLM5ForCausalLM:
+def efficient(model: GLM5ForCausalLM, s: Sizes, pattern: str, form: str, seed: int = 0) -> GLM5ForCausalLM:
     """The model with `form` in the S layers of `pattern`; weights that a form adds are drawn by `seed`."""
-    return model.clone(model.config.replace(attention_pattern=pattern, efficient_attention=form), seed=seed)
+    window = s["model"]["sliding_window"]  # not in the file of a model without windows
+    changes = dict(attention_pattern=pattern, efficient_attention=form, sliding_window=window)
+    return model.clone(model.config.replace(**changes), seed=seed)
 
 
 def beam_search(
@@ -128,7 +130,7 @@ def _search(work: Work, model: GLM5ForCausalLM) -> Outcome:
     s, layers = work.sizes, model.config.num_hidden_layers
 
     def score(pattern: str) -> tuple[float, float]:
-        changed = efficient(model, pattern, "swa")
+        changed = efficient(model, s, pattern, "swa")
         return retrieval(changed, work.tokenizer, s["searched"]["bytes"], s["searched"]["problems"], seed=1)
 
     found = beam_search(layers, score, Random(f"pattern {work.seed}"), candidates=s["candidates"])
@@ -136,7 +138,7 @@ def _search(work: Work, model: GLM5ForCausalLM) -> Outcome:
     metrics = {
         f"{name}_{key}": value
         for name, pattern in patterns.items()
-        for key, value in _scores(work, efficient(model, pattern, "swa")).items()
+        for key, value in _scores(work, efficient(model, s, pattern, "swa")).items()
     }
     policy.keep(work, model)
     return Outcome(metrics | _scores(work, model), 0, details={"pattern": found})

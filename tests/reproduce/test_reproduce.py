@@ -24,10 +24,12 @@ import torch
 from typer.testing import CliRunner
 
 from glm5.cli import app
+from glm5.config.model import GLM5Config
 from glm5.data.packing import Batch
 from glm5.errors import ConfigError, Glm5Error, UsageError
 from glm5.files import publish_dir
 from glm5.model.context import packed_context
+from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.reproduce import (
     EXPERIMENTS,
     command,
@@ -749,6 +751,20 @@ def test_beam_search_finds_the_layers_that_matter_least() -> None:
     scored.clear()
     few = efficient_attention.beam_search(10, score, Random(0), candidates=6)
     assert few.count("S") == 5 and len(scored) == 18
+
+
+@torch.no_grad()
+def test_a_saved_model_gets_windows_of_the_experiment(tmp_path: Path) -> None:
+    """The file of a model without windows does not have their length: they must not be the 4,096 of the preset."""
+    s = efficient_attention.sizes(True, None)
+    config = GLM5Config.preset("nano", **s["model"] | s["gqa"])
+    GLM5ForCausalLM(config).save_pretrained(tmp_path)
+    loaded = GLM5ForCausalLM.from_pretrained(tmp_path)
+    changed = efficient_attention.efficient(loaded, s, "interleave", "swa")
+    windows = [changed.config.window(layer) for layer in range(config.num_hidden_layers)]
+    assert windows == [s["row_length"] // 16, None] * (config.num_hidden_layers // 2)
+    ids = torch.arange(s["row_length"]).unsqueeze(0)
+    assert not torch.allclose(changed(ids).logits[0, -1], loaded(ids).logits[0, -1])
 
 
 def test_a_value_is_retrieved_only_if_all_its_tokens_are_likeliest(small: Any, tokenizer: Any) -> None:
