@@ -86,19 +86,21 @@ def demonstrate(folder: Path, numbers: int) -> None:
     shown, choice = list(pages(FIRST, numbers)), random.Random(0)
     sides: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
     for page, (task, mutant, _) in enumerate(shown):
-        for item, works in enumerate(task.truth(mutant), start=1):
+        for item, works in enumerate(task.truth(mutant)):
             sides[works].append((page, item))
     least = min(map(len, sides.values()))
-    chosen = {one for side in sides.values() for one in choice.sample(side, least)}
+    chosen = {one: works for works, side in sides.items() for one in choice.sample(side, least)}
     rows: list[Conversation] = []
-    for page, (task, mutant, project) in enumerate(shown):
-        items = [item for item in range(1, len(task.items) + 1) if (page, item) in chosen]
-        heard = {item: Recorded(ScriptedItem(task.items[item - 1])) for item in items}
-        left, truth = iter(heard.values()), task.truth(mutant)
-        others = {str(item): PASS for item in range(1, len(task.items) + 1) if item not in items}
+    for page, (task, _, project) in enumerate(shown):
+        heard = {
+            item: Recorded(ScriptedItem(script)) for item, script in enumerate(task.items) if (page, item) in chosen
+        }
+        if not heard:  # no browser for nothing
+            continue
+        left, others = iter(heard.values()), {str(i + 1): PASS for i in range(len(task.items)) if i not in heard}
         found = FrontendJudge(lambda task, item, left=left: next(left)).verdicts(task, project, others)  # type: ignore[misc]
         for item, session in heard.items():
-            if found[str(item)].verdict == (PASS if truth[item - 1] else FAIL):
+            if found[str(item + 1)].verdict == (PASS if chosen[page, item] else FAIL):
                 rows.append(Conversation(session.messages, TOOLS))
     choice.shuffle(rows)
     folder.mkdir(parents=True, exist_ok=True)
