@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from glm5.ops import KEY_TILE, round_up
 from glm5.ops.cache_rows import unpack_rows
@@ -112,6 +113,7 @@ class _SparseAttention(torch.autograd.Function):
         return out, target
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad, _):  # type: ignore[no-untyped-def]
         q, latents, indices = ctx.saved_tensors
         return *_attend_blocks_backward(q, latents, indices, grad, ctx.scale), None, None, None, None
@@ -174,6 +176,7 @@ class _OperatorAttention(torch.autograd.Function):
         return out, target
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad, _):  # type: ignore[no-untyped-def]
         grad_q, grad_latents = _attend_backward(*ctx.saved_tensors, grad.contiguous(), ctx.scale)
         return grad_q, grad_latents, None, None, None, None

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from glm5.ops import ROW_TILE, narrow, small_batch
 from glm5.ops.native import kernels
@@ -34,6 +35,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return out, entropy
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad, _):  # type: ignore[no-untyped-def]
         form = _backward if grad.is_cpu else _backward_operator
         hidden, weight, targets, normaliser = ctx.saved_tensors

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from glm5.ops import narrow
 from glm5.ops.experts import grouped_rows, grouped_weights
@@ -59,13 +60,14 @@ def grouped_matmul(x: Tensor, weight: Tensor, bounds: Tensor, queue: WeightQueue
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, queue):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x, weight)  # the weight so that changes of it are noticed
         ctx.weight, ctx.queue = weight, queue
         return narrow.linear(x, weight)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        (x,) = ctx.saved_tensors
+        x, _ = ctx.saved_tensors
         rows, sources = grad.flatten(0, -2), x.flatten(0, -2)
         ctx.queue.leave(ctx.weight, lambda: narrow.linear(rows.mT, sources.mT))
         return narrow.linear(grad, ctx.weight.mT) if ctx.needs_input_grad[0] else None, None, None
@@ -74,13 +76,14 @@ class _Linear(torch.autograd.Function):
 class _GroupedMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bounds, queue):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(x, bounds)
+        ctx.save_for_backward(x, bounds, weight)
         ctx.weight, ctx.queue = weight, queue
         return grouped_rows(x, weight, bounds)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        x, bounds = ctx.saved_tensors
+        x, bounds, _ = ctx.saved_tensors
         grad = grad.contiguous()
         ctx.queue.leave(ctx.weight, lambda: grouped_weights(grad, x, bounds))
         return grouped_rows(grad, ctx.weight.transpose(1, 2), bounds), None, None, None

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from glm5.ops import narrow
@@ -34,6 +35,7 @@ class _RangeAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         return *_attend_ranges_backward(*ctx.saved_tensors, grad, ctx.scale), None, None, None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from glm5.ops.native import kernels
 from glm5.ops.operators import operator
@@ -20,6 +21,7 @@ class _RMSNorm(torch.autograd.Function):
         return _native_norm(x, weight, eps, inverse)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         x, weight, inverse = ctx.saved_tensors
         native = kernels(x)
@@ -46,6 +48,7 @@ class _OperatorNorm(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         return *_norm_backward(*ctx.saved_tensors, grad), None
 
@@ -143,6 +146,7 @@ class _SwiGLU(torch.autograd.Function):
         return _silu_times_up(gate_up)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
         (gate_up,) = ctx.saved_tensors
         if not gate_up.is_cpu:

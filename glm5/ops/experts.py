@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from glm5.ops import ROW_TILE, narrow
 from glm5.ops.native import Kernels, by_operator, register
@@ -32,10 +33,12 @@ class _GroupedMatmul(torch.autograd.Function):
         return grouped_rows(x, weight, bounds)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        x, weight, bounds = ctx.saved_tensors
+        (x, weight, bounds), wanted = ctx.saved_tensors, ctx.needs_input_grad
         grad = grad.contiguous()
-        return grouped_rows(grad, weight.transpose(1, 2), bounds), grouped_weights(grad, x, bounds), None
+        grad_x = grouped_rows(grad, weight.transpose(1, 2), bounds) if wanted[0] else None
+        return grad_x, grouped_weights(grad, x, bounds) if wanted[1] else None, None
 
 
 @operator(
@@ -70,12 +73,14 @@ def grouped_weights(grad: Tensor, x: Tensor, bounds: Tensor) -> Tensor:
 def _grouped_rows_on_cpu(x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
     out = x.new_empty(x.shape[0], weight.shape[1])
     if narrow.widens(x, weight) and (native := narrow.product_kernels(x)) is not None:
+        out[: int(bounds[0])] = 0
         out[int(bounds[-1]) :] = 0
         return narrow.products(native, x, weight, out, bounds)
     ends = bounds.tolist()
     for expert, (start, end) in enumerate(pairwise(ends)):
         if end > start:
             narrow.mm_into(out[start:end], x[start:end], weight[expert].T)
+    out[: ends[0]] = 0
     out[ends[-1] :] = 0
     return out
 
@@ -116,6 +121,7 @@ class _Permute(torch.autograd.Function):
         return x.index_select(0, source)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         (slot_of,) = ctx.saved_tensors
         if not by_operator(grad):
@@ -170,6 +176,7 @@ class _Combine(torch.autograd.Function):
         return _combine(y, slot_of, weights)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         grad_y, grad_weights = _combine_backward(*ctx.saved_tensors, grad.contiguous())
         return grad_y, None, grad_weights
@@ -185,6 +192,7 @@ class _Unpermute(torch.autograd.Function):
         return y.index_select(0, slot_of)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         (slot_of,) = ctx.saved_tensors
         out = grad.new_zeros(ctx.rows, grad.shape[1])

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from glm5.ops import KEY_TILE, round_up
 from glm5.ops.cache_rows import unpack_rows
@@ -74,6 +75,7 @@ class _SelectedScores(torch.autograd.Function):
         return _selected(*tensors)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         return *_selected_backward(*ctx.saved_tensors, grad.contiguous()), None
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from glm5.ops.attention import attention_probabilities
 from glm5.ops.indexer import head_scores
@@ -40,6 +41,7 @@ class _SelectedKL(torch.autograd.Function):
         return kl.sum()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         return grad * ctx.grad, None, None, None
 
@@ -65,6 +67,7 @@ class _DenseKL(torch.autograd.Function):
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         return *((grad * g).to(g.dtype) for g in ctx.grads), *(None,) * 7
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from glm5.ops.native import Kernels, kernels
 from glm5.ops.native.prebuilt import SLOW_PAIRS, processor_flags
@@ -29,7 +30,7 @@ def _has_bf16() -> bool:
 CPU_HAS_BF16 = _has_bf16()
 """Decided once: a process does not change its CPU. A constant, so that `torch.compile` can look at it."""
 KERNEL_PAYS = "avx2" in processor_flags()
-"""Whether the compiled kernel takes less time than copies and torch."""
+"""Whether the compiled kernel usually takes less time than copies and torch: not if K or N is very small."""
 
 
 def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -80,6 +81,7 @@ class _Product(torch.autograd.Function):
         return _product(x, weight, bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         (x, weight), wanted = ctx.saved_tensors, ctx.needs_input_grad
         grad_x = _product(grad, weight.mT, None) if wanted[0] else None
@@ -95,7 +97,8 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     native = product_kernels(x) if bias is None and x.ndim == weight.ndim <= 3 else None
     if native is not None:
         return products(native, x, weight, x.new_empty(*x.shape[:-1], weight.shape[-2]))
-    out = torch.matmul(x.float(), weight.float().mT)
+    with torch.autocast(x.device.type, enabled=False):  # it would round between product and bias
+        out = torch.matmul(x.float(), weight.float().mT)
     return (out if bias is None else out.add_(bias)).to(x.dtype)
 
 
@@ -110,13 +113,23 @@ def products(native: Kernels, a: Tensor, b: Tensor, out: Tensor, bounds: Tensor 
     contiguous; the operands may be transposed. Raises RuntimeError if they do not fit."""
     if a.shape[-1] != b.shape[-1] or (bounds is None and a.shape[:-2] != b.shape[:-2]):
         raise RuntimeError(f"{tuple(a.shape)} and {tuple(b.shape)} cannot be multiplied.")
+    if out.shape != (*a.shape[:-1], b.shape[-2]) or out.dtype != a.dtype or not out.is_contiguous():
+        raise RuntimeError(f"{tuple(a.shape)} times {tuple(b.shape)} is not {out.dtype} {tuple(out.shape)}.")
     a, b = _along_one(a), _along_one(b)
     groups = 1 if b.ndim == 2 else b.shape[0]
-    starts = None if bounds is None else bounds.to(torch.int64).contiguous()
+    starts = None if bounds is None else _ascending(bounds, groups, a.shape[0])
     sizes = (groups, a.shape[-2], b.shape[-2], a.shape[-1])
     strides = [(t.stride(0) if t.ndim == 3 else 0, t.stride(-2), t.stride(-1)) for t in (a, b)]
     native.product(a, b, out, starts, *sizes, *strides[0], *strides[1], torch.get_num_threads())
     return out
+
+
+def _ascending(bounds: Tensor, groups: int, rows: int) -> Tensor:
+    """The bounds of so many groups in so many rows, as the kernel takes them."""
+    found = bounds.tolist()
+    if len(found) != groups + 1 or found[0] < 0 or found[-1] > rows or found != sorted(found):
+        raise RuntimeError(f"bounds {found} do not divide {rows} rows into {groups} groups.")
+    return bounds.to(torch.int64).contiguous()
 
 
 def _along_one(x: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import functools
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from glm5.device import put, widest
 from glm5.ops.native import kernels
@@ -45,6 +46,7 @@ class _Rope(torch.autograd.Function):
         return _native_rope(x, cos, sin, offset, 1.0)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         cos, sin = ctx.saved_tensors
         return _native_rope(grad, cos, sin, ctx.offset, -1.0), None, None, None

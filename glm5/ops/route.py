@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from glm5.ops.elementwise import sigmoid
 from glm5.ops.operators import operator
@@ -68,6 +69,7 @@ class _Route(torch.autograd.Function):
         return weights, experts, scores
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad, _, grad_scores):  # type: ignore[no-untyped-def]
         scores, experts = ctx.saved_tensors
         if grad is None:

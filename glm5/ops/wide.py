@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from glm5.ops.operators import operator
 
@@ -47,6 +48,7 @@ class _WideLinear(torch.autograd.Function):
         return _product_of_rows(x, weight)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         return _product_of_rows_backward(*ctx.saved_tensors, grad)
 

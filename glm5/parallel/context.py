@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from glm5.config.model import GLM5Config
@@ -132,6 +133,7 @@ class _Gather(torch.autograd.Function):
         return way.forward(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return ctx.way.backward(grads[0]), None
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.model.moe import Experts, Shared, expert_products
@@ -55,6 +56,7 @@ class _Send(torch.autograd.Function):
         return transfer.start(rows, transfer.leave, transfer.arrive)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return ctx.transfer.wait(), None
 
@@ -66,6 +68,7 @@ class _Receive(torch.autograd.Function):
         return transfer.wait().view_as(memory)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         ctx.transfer.start(grads[0], ctx.transfer.arrive, ctx.transfer.leave)
         return grads[0], None  # only for its shape: `_Send` returns what arrives

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -127,6 +128,52 @@ def test_operands_of_the_kernel_that_do_not_fit(monkeypatch: pytest.MonkeyPatch)
             narrow.linear(randn(3, 4, seed=1), randn(5, 6, seed=2))
 
 
+@pytest.mark.parametrize("bounds", [[0, 4], [0, 4, 4000], [0, -9, 8], [0, 8, 4], [0, 4, 6, 8], [-1, 4, 8]])
+def test_bounds_of_the_kernel_that_do_not_fit(bounds: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(narrow, "CPU_HAS_BF16", False)
+    monkeypatch.setattr(narrow, "KERNEL_PAYS", True)
+    if narrow.product_kernels(randn(1, seed=1)) is not None:
+        with pytest.raises(RuntimeError, match="do not divide 8 rows into 2 groups"):
+            grouped_matmul(randn(8, 64, seed=1), randn(2, 40, 64, seed=2), torch.tensor(bounds))
+
+
+def test_rows_of_no_expert_are_zero(has_bf16: bool) -> None:
+    x, stack = randn(10, 64, seed=1), randn(2, 40, 64, seed=2)
+    found = grouped_matmul(x, stack, torch.tensor([3, 5, 8]))
+    assert not found[:3].any() and not found[8:].any()
+    close(found[3:5], x[3:5].double() @ stack[0].double().T, 64)
+
+
+def test_memory_that_was_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(narrow, "CPU_HAS_BF16", False)
+    weight = randn(64, 64, seed=1)
+    weight.untyped_storage().resize_(0)
+    with pytest.raises((RuntimeError, ctypes.ArgumentError), match="storage"):
+        narrow.linear(randn(30, 64, seed=2), weight)
+
+
+def test_long_sums(through_fp32: None) -> None:
+    """Sums of many terms of one sign do not lose more than torch's."""
+    x = randn(1, 1 << 18, seed=1).abs()
+    found, exact = narrow.linear(x, x).item(), (x.double() @ x.double().T).item()
+    assert abs(found - exact) <= exact * ROUNDING
+
+
+def test_one_derivative(through_fp32: None) -> None:
+    """A second one would be wrong without a word."""
+    x, weight = randn(5, 6, seed=1).requires_grad_(), randn(7, 6, seed=2)
+    (grad,) = torch.autograd.grad(narrow.linear(x, weight).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.square().sum().backward()
+
+
+def test_autocast_rounds_no_more(through_fp32: None) -> None:
+    x, weight, bias = randn(33, 40, seed=1), randn(24, 40, seed=2), randn(24, seed=3)
+    plain = narrow.linear(x, weight, bias)
+    with torch.autocast("cpu", BF16):
+        assert torch.equal(narrow.linear(x, weight, bias), plain)
+
+
 @pytest.mark.parametrize("case", PRODUCTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_with_bf16_instructions_and_in_fp32_torch_multiplies(
@@ -188,6 +235,13 @@ def test_products_into_memory(has_bf16: bool) -> None:
     close(out, a.double() @ b.double(), 40)
     narrow.mm_into(out, a.float(), b.float())  # operands that are fp32 already
     close(out, a.double() @ b.double(), 40)
+
+
+def test_products_into_memory_that_is_too_small(through_fp32: None) -> None:
+    memory = torch.zeros(4096, dtype=BF16)
+    with pytest.raises(RuntimeError):
+        narrow.mm_into(memory[:108].view(9, 12), randn(9, 40, seed=1), randn(40, 24, seed=2))
+    assert not memory.any()
 
 
 def test_attention_of_whole_rows(has_bf16: bool) -> None:

@@ -41,11 +41,17 @@ COMPILE_SECONDS = 300
 
 
 class _Address(ctypes.c_void_p):
-    """Parameter type of a kernel: a tensor is passed as its address, None as a null pointer; numbers are addresses."""
+    """Parameter type of a kernel: a tensor is passed as its address, None as a null pointer; numbers are addresses.
+    A tensor whose memory was given back is refused (ctypes.ArgumentError)."""
 
     @classmethod
     def from_param(cls, value: Any) -> Any:
-        return ctypes.c_void_p(value.data_ptr() if isinstance(value, Tensor) else value)
+        if not isinstance(value, Tensor):
+            return ctypes.c_void_p(value)
+        address = value.data_ptr()
+        if not address and value.numel():
+            raise RuntimeError(f"a tensor of {tuple(value.shape)} has no memory: its storage was freed.")
+        return ctypes.c_void_p(address)
 
 
 _P, _I, _F = _Address, ctypes.c_int64, ctypes.c_float

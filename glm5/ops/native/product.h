@@ -1,6 +1,7 @@
 // Products of bf16 matrices with sums in fp32, for processors that multiply floats faster than pairs of bf16.
 //
-// Every element is one sum over k in ascending order: bits depend neither on the other rows nor on the threads.
+// Every element is the sum of sums over `DEEP` k each, all in ascending order: bits depend neither on the other rows nor on
+// the threads.
 #pragma once
 
 #include "vectors.h"
@@ -58,14 +59,15 @@ static void widen_panel(const Strided<T>& b, i64 first, i64 columns, i64 low, i6
 #endif
 }
 
-// sums [R, WIDE] = a [R, depth] times a panel, with `more` added to what is there. Not inlined: it needs all registers.
+// sums [R, WIDE] = a [R, depth] times a panel; with `more` that is added to what is there. Not inlined: it needs all
+// registers.
 template <int R>
 static __attribute__((noinline)) void multiply(const float* a, i64 step, i64 along, const float* panel, i64 depth,
                                                float* sums, bool more) {
     Floats acc[R][2];
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++)
-        for (int v = 0; v < 2; v++) acc[r][v] = more ? *(const Floats*)(sums + r * WIDE + v * LANES) : Floats{};
+        for (int v = 0; v < 2; v++) acc[r][v] = Floats{};
     for (i64 k = 0; k < depth; k++, panel += WIDE, a += along) {
         Floats left = *(const Floats*)panel, right = *(const Floats*)(panel + LANES);
 #pragma GCC unroll 12
@@ -76,7 +78,10 @@ static __attribute__((noinline)) void multiply(const float* a, i64 step, i64 alo
     }
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++)
-        for (int v = 0; v < 2; v++) *(Floats*)(sums + r * WIDE + v * LANES) = acc[r][v];
+        for (int v = 0; v < 2; v++) {
+            Floats& sum = *(Floats*)(sums + r * WIDE + v * LANES);
+            sum = more ? sum + acc[r][v] : acc[r][v];
+        }
 }
 
 // Rows [first, last) of a times columns [left, right) of b^T -> out, whose rows are N apart.
@@ -133,7 +138,7 @@ static void product(const T* a, const T* b, T* out, const i64* bounds, i64 group
         for (i64 row = first; row < last; row += MOST_TALL)
             for (i64 left = 0; left < N; left += wide) blocks.push_back({g, row, std::min(row + MOST_TALL, last), left});
     }
-#pragma omp parallel for schedule(dynamic) if (threads > 1 && M * N * K > SHARED)
+#pragma omp parallel for schedule(dynamic) if (threads > 1 && (bounds ? 1 : groups) * M * N * K > SHARED)
     for (size_t i = 0; i < blocks.size(); i++) {
         Block c = blocks[i];
         product_block<T>({a + (bounds ? 0 : c.group * a_group), a_step, a_along}, {b + c.group * b_group, b_step, b_along},
