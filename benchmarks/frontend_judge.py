@@ -1,7 +1,7 @@
 """Agreement of a judge of frontends with the truth: references and mutants whose failing check-items are known.
 
     python benchmarks/frontend_judge.py [--numbers 1] [--judge URL [--judge-name NAME]] [--record FILE]
-    python benchmarks/frontend_judge.py --demonstrations DIR [--numbers 20]
+    python benchmarks/frontend_judge.py --demonstrations DIR [--numbers 20] [--workers 2]
 
 Without a URL the scripted judge decides. The table has agreement per check-item with an interval that knows that items
 of a page go together, how often a judge passes what is broken and fails what works, and items without a verdict. With
@@ -17,6 +17,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,32 +83,35 @@ class Recorded:
         return reply
 
 
-def demonstrate(folder: Path, numbers: int) -> None:
+def demonstrate(folder: Path, numbers: int, workers: int) -> None:
     shown, choice = list(pages(FIRST, numbers)), random.Random(0)
     sides: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
     for page, (task, mutant, _) in enumerate(shown):
         for item, works in enumerate(task.truth(mutant)):
             sides[works].append((page, item))
     least = min(map(len, sides.values()))
-    chosen = {one: works for works, side in sides.items() for one in choice.sample(side, least)}
-    rows: list[Conversation] = []
-    for page, (task, _, project) in enumerate(shown):
-        heard = {
-            item: Recorded(ScriptedItem(script)) for item, script in enumerate(task.items) if (page, item) in chosen
-        }
-        if not heard:  # no browser for nothing
-            continue
-        left, others = iter(heard.values()), {str(i + 1): PASS for i in range(len(task.items)) if i not in heard}
-        found = FrontendJudge(lambda task, item, left=left: next(left)).verdicts(task, project, others)  # type: ignore[misc]
-        for item, session in heard.items():
-            if found[str(item + 1)].verdict == (PASS if chosen[page, item] else FAIL):
-                rows.append(Conversation(session.messages, TOOLS))
+    chosen = sorted(one for side in sides.values() for one in choice.sample(side, least))
+    wanted = [[item for at, item in chosen if at == page] for page in range(len(shown))]
+    with ProcessPoolExecutor(workers) as pool:
+        rows = [row for found in pool.map(_sessions, shown, wanted) for row in found]
     choice.shuffle(rows)
     folder.mkdir(parents=True, exist_ok=True)
     count = write_conversations(folder / "train.jsonl", rows)
     texts = [{"text": _text(row, with_tools=number % 10 == 0)} for number, row in enumerate(rows)]
     (folder / "texts.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts), encoding="utf-8")
     print(f"{count} conversations, half of them of items that fail: {folder / 'train.jsonl'}, texts.jsonl")
+
+
+def _sessions(page: tuple[FrontendTask, str, Project], wanted: Sequence[int]) -> list[Conversation]:
+    """The scripted judge's sessions on these items of a page, those in which it was right."""
+    if not wanted:  # no browser for nothing
+        return []
+    task, mutant, project = page
+    heard = {item: Recorded(ScriptedItem(task.items[item])) for item in wanted}
+    left, others = iter(heard.values()), {str(i + 1): PASS for i in range(len(task.items)) if i not in heard}
+    found, truth = FrontendJudge(lambda task, item: next(left)).verdicts(task, project, others), task.truth(mutant)
+    right = [item for item in wanted if found[str(item + 1)].verdict == (PASS if truth[item] else FAIL)]
+    return [Conversation(heard[item].messages, TOOLS) for item in right]
 
 
 def _text(row: Conversation, with_tools: bool) -> str:
@@ -126,9 +130,10 @@ def main() -> None:
     parser.add_argument("--judge-name", default="")
     parser.add_argument("--record", type=Path)
     parser.add_argument("--demonstrations", type=Path)
+    parser.add_argument("--workers", type=int, default=2)
     options = parser.parse_args()
     if options.demonstrations is not None:
-        demonstrate(options.demonstrations, options.numbers)
+        demonstrate(options.demonstrations, options.numbers, options.workers)
         return
     judge = FrontendJudge.of(Endpoint(options.judge, options.judge_name), 1) if options.judge else scripted_judge()
     measure(judge, options.numbers, options.record)

@@ -6,6 +6,7 @@ no judge of a policy that is not trusted."""
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,11 +19,16 @@ from glm5.records import Message, ToolCall
 from glm5.tasks.cc_bench.checks import CheckItem, Do
 
 OPEN, LOOK = Do("open", {}), Do("look", {})
+LEAST_ALIKE = 0.4
+"""A line less like what was expected (difflib's ratio) is not named in its place."""
+MOST_LINE = 200
+"""Characters of a line that is named."""
 
 
 @dataclass(frozen=True)
 class ScriptedItem:
-    """A model that plays the script: one call per reply, then the verdict with the line that decided it."""
+    """A model that plays the script: one call per reply, then the verdict with the line that decided it. It says what
+    it expected of the last call and what there is, so that its sessions can teach a model to judge."""
 
     item: CheckItem
 
@@ -33,17 +39,59 @@ class ScriptedItem:
         if steps[-1].tool == "inspect":  # that it finds nothing is no evidence of what the page shows
             steps = (*steps, LOOK)
         results = [message.content for message in messages if message.role == "tool"]
-        if not results:
-            return _calling("open", {})
-        step, result = steps[min(len(results), len(steps)) - 1], unquoted(results[-1])
+        done = min(len(results), len(steps))
+        if not done:
+            return _calling(f"Step 1 of {len(steps)}.", steps[0].tool, steps[0].arguments)
+        step, result = steps[done - 1], unquoted(results[-1])
         shown = re.search(step.shows, result)
         lacking = re.search(step.lacks, result) if step.lacks else None
-        if results[-1].startswith(f"BEGIN {FAILED} ") or shown is None or lacking is not None:
-            where = lacking.end() if lacking else 0
-            return _verdict(False, _line(result, where), f"after {step.tool} {dict(step.arguments)}")
-        if len(results) < len(steps):
-            return _calling(steps[len(results)].tool, steps[len(results)].arguments)
-        return _verdict(True, _line(result, shown.end()), "the script ended as it should")
+        failed = results[-1].startswith(f"BEGIN {FAILED} ")
+        said = compared(step, "" if failed else result)
+        if failed or shown is None or lacking is not None:
+            where = lacking.end() if lacking else _nearest(step.shows.removeprefix("(?s)").split(".*")[0], result)[1]
+            reason = f"after step {done} of {len(steps)}, {step.tool}: {said or 'it failed'}"
+            return _verdict(said, False, _line(result, where), reason)
+        if done < len(steps):
+            said = f"{said} Step {done + 1} of {len(steps)}.".lstrip()
+            return _calling(said, steps[done].tool, steps[done].arguments)
+        return _verdict(said, True, _line(result, shown.end()), "the script ended as it should")
+
+
+def compared(step: Do, result: str) -> str:
+    """What a step asks of its result, and what there is: the same words if it holds, others if not. "" if it asks
+    nothing."""
+    said = []
+    if step.shows:
+        parts = step.shows.removeprefix("(?s)").split(".*")
+        wanted = there = " ... ".join(map(_plain, parts))
+        if re.search(step.shows, result) is None:
+            ends = sorted((end, text) for text, end in (_nearest(part, result) for part in parts) if text)
+            there = " ... ".join(text for _, text in ends) or "nothing"
+        said.append(f"Expected: {wanted}. There is: {there}.")
+    if step.lacks:
+        found = re.search(step.lacks, result)
+        said.append(f"Not expected: {_plain(step.lacks)}. There is: {found[0] if found else 'nothing'}.")
+    return " ".join(said)
+
+
+def _plain(pattern: str) -> str:
+    """A regular expression as a person would write it."""
+    for old, new in (("(?s)", ""), (r"\b", ""), (r"[\d.]+", "N"), ("(paragraph|text)", "text")):
+        pattern = pattern.replace(old, new)
+    return re.sub(r"\\(.)", r"\1", pattern)
+
+
+def _nearest(part: str, result: str) -> tuple[str, int]:
+    """What fits a part of a pattern, or else the line most like it, "" if none is; and where that ends."""
+    wanted = _plain(part)
+    if (found := re.search(part, result)) is not None:
+        return wanted, found.end()
+    lines = list(re.finditer(r"[^\n]+", result))
+    alike = [difflib.SequenceMatcher(None, wanted, line[0]).ratio() for line in lines]
+    if max(alike, default=0.0) < LEAST_ALIKE:
+        return "", 0
+    best = lines[alike.index(max(alike))]
+    return best[0].strip().removeprefix("- ")[:MOST_LINE], best.end()
 
 
 def scripted_judge(concurrency: int = 2) -> FrontendJudge:
@@ -57,9 +105,9 @@ def _line(text: str, at: int) -> str:
     return line if len(line) >= 4 else " ".join(text.split())[:200]
 
 
-def _verdict(passed: bool, evidence: str, reason: str) -> Reply:
-    return _calling("verdict", {"passed": passed, "evidence": evidence[:1000], "reason": reason})
+def _verdict(said: str, passed: bool, evidence: str, reason: str) -> Reply:
+    return _calling(said, "verdict", {"passed": passed, "evidence": evidence[:1000], "reason": reason[:1000]})
 
 
-def _calling(name: str, arguments: Mapping[str, Any]) -> Reply:
-    return Reply(Message("assistant", tool_calls=(ToolCall(name, arguments),)), "tool_calls")
+def _calling(said: str, name: str, arguments: Mapping[str, Any]) -> Reply:
+    return Reply(Message("assistant", said, tool_calls=(ToolCall(name, arguments),)), "tool_calls")

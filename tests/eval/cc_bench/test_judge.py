@@ -13,7 +13,7 @@ from glm5.agents.endpoint import EndpointError, Reply
 from glm5.eval.cc_bench import judge as judging
 from glm5.eval.cc_bench.browser_tools import ToolResult
 from glm5.eval.cc_bench.judge import FrontendJudge, ItemCheck, missing_evidence, unquoted
-from glm5.eval.cc_bench.scripted_judge import ScriptedItem
+from glm5.eval.cc_bench.scripted_judge import ScriptedItem, compared
 from glm5.eval.players import Played
 from glm5.eval.suite import find_suite, run_suite
 from glm5.records import Message, Outcome, ToolCall
@@ -144,10 +144,31 @@ def test_the_scripted_judge() -> None:
     assert (good.verdict, good.evidence) == ("pass", "- text: 2 open") and good.calls == 3
     bad = judged("page one", "page\n- text: 1 open", "page\n- text: 2 open\n- alert: no")
     assert (bad.verdict, bad.evidence) == ("fail", "- alert: no")
+    wrong = judged("page one", "page\n- text: 1 open", "page\n- heading\n- text: 1 open")
+    assert (wrong.verdict, wrong.evidence) == ("fail", "- text: 1 open")
+    assert wrong.reason.startswith("after step 3 of 3, click: Expected: 2 open. There is: text: 1 open.")
     assert judged("page one", "- text: 11 open", "x").verdict == "fail"
     assert judged("error: a title", "error: 1 open", "error: 2 open").verdict == "pass"
     crashed = Shows({"open": "page one", "look": "- text: 1 open", "click": "- text: 2 open"}, fails=["open"])
     assert ItemCheck(TASK, item, ScriptedItem(item), crashed).run().verdict == "fail"
+
+
+@pytest.mark.parametrize(
+    ("shows", "lacks", "result", "said"),
+    [
+        ("", "", "page", ""),
+        (r"Total: 3\.5\b", "", "Total: 3.5 in all", "Expected: Total: 3.5. There is: Total: 3.5."),
+        (r"Total: 3\.5\b", "", '- p: "Total: 3.51"', 'Expected: Total: 3.5. There is: p: "Total: 3.51".'),
+        ("(?s)Ada.*Ben", "", "Ben\nAda", "Expected: Ada ... Ben. There is: Ben ... Ada."),
+        ("(?s)Ada.*Ben", "", "Ben\nAda\nBen", "Expected: Ada ... Ben. There is: Ada ... Ben."),
+        ("Ada", "", "xyz", "Expected: Ada. There is: nothing."),
+        ("", "Al.|Zoe", "no\nAlf", "Not expected: Al.|Zoe. There is: Alf."),
+        ("no", "Alf", "no", "Expected: no. There is: no. Not expected: Alf. There is: nothing."),
+        (r"box: [\d.]+, 136\b", "", "box: 1.5, 136", "Expected: box: N, 136. There is: box: N, 136."),
+    ],
+)
+def test_what_the_scripted_judge_says(shows: str, lacks: str, result: str, said: str) -> None:
+    assert compared(Do("look", {}, shows, lacks), result) == said
 
 
 def test_rows_of_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
