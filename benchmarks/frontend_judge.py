@@ -111,7 +111,7 @@ def _sessions(page: tuple[FrontendTask, str, Project], wanted: Sequence[int]) ->
     left, others = iter(heard.values()), {str(i + 1): PASS for i in range(len(task.items)) if i not in heard}
     found, truth = FrontendJudge(lambda task, item: next(left)).verdicts(task, project, others), task.truth(mutant)
     right = [item for item in wanted if found[str(item + 1)].verdict == (PASS if truth[item] else FAIL)]
-    return [Conversation(heard[item].messages, TOOLS) for item in right]
+    return [Conversation(heard[item].messages, TOOLS, thinking=True) for item in right]
 
 
 def _text(row: Conversation, with_tools: bool) -> str:
@@ -119,7 +119,7 @@ def _text(row: Conversation, with_tools: bool) -> str:
     parts = [json.dumps(tool, ensure_ascii=False) for tool in row.tools if with_tools]
     for message in row.messages:
         calls = [f"{call.name} {json.dumps(dict(call.arguments))}" for call in message.tool_calls]
-        parts += [message.content or "", *calls]
+        parts += [message.reasoning or "", message.content, *calls]
     return "\n".join(part for part in parts if part)
 
 

@@ -27,8 +27,8 @@ MOST_LINE = 200
 
 @dataclass(frozen=True)
 class ScriptedItem:
-    """A model that plays the script: one call per reply, then the verdict with the line that decided it. It says what
-    it expected of the last call and what there is, so that its sessions can teach a model to judge."""
+    """A model that plays the script: one call per reply, then the verdict with the line that decided it. It thinks
+    about what it expected of the last call and what there is, so that its sessions can teach a model to judge."""
 
     item: CheckItem
 
@@ -46,13 +46,13 @@ class ScriptedItem:
         shown = re.search(step.shows, result)
         lacking = re.search(step.lacks, result) if step.lacks else None
         failed = results[-1].startswith(f"BEGIN {FAILED} ")
-        said = compared(step, "" if failed else result)
+        said = "The call failed." if failed else compared(step, result) or f"Step {done} asks nothing."
         if failed or shown is None or lacking is not None:
             where = lacking.end() if lacking else _nearest(step.shows.removeprefix("(?s)").split(".*")[0], result)[1]
-            reason = f"after step {done} of {len(steps)}, {step.tool}: {said or 'it failed'}"
+            reason = f"after step {done} of {len(steps)}, {step.tool}: {said}"
             return _verdict(said, False, _line(result, where), reason)
         if done < len(steps):
-            said = f"{said} Step {done + 1} of {len(steps)}.".lstrip()
+            said = f"{said} Step {done + 1} of {len(steps)}."
             return _calling(said, steps[done].tool, steps[done].arguments)
         return _verdict(said, True, _line(result, shown.end()), "the script ended as it should")
 
@@ -110,4 +110,4 @@ def _verdict(said: str, passed: bool, evidence: str, reason: str) -> Reply:
 
 
 def _calling(said: str, name: str, arguments: Mapping[str, Any]) -> Reply:
-    return Reply(Message("assistant", said, tool_calls=(ToolCall(name, arguments),)), "tool_calls")
+    return Reply(Message("assistant", reasoning=said, tool_calls=(ToolCall(name, arguments),)), "tool_calls")
