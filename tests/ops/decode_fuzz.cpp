@@ -68,7 +68,8 @@ struct Case {
         const i64 page = 64;
         i64 M = pick(0, 3) ? pick(1, 7) : pick(0, 1) ? pick(60, 140) : pick(250, 300);
         i64 D = pick(1, 70), L = pick(1, 40), N = pick(1, 6), H = pick(1, 20);
-        i64 R = 2 * pick(1, 9), C = pick(1, 70), V = pick(1, 40), J = pick(1, 9), d = R + pick(0, 40), vocab = pick(1, 90);
+        i64 R = 2 * pick(1, 9), C = pick(1, 70), V = pick(1, 40), d = R + pick(0, 40), vocab = pick(1, 90);
+        i64 J = pick(0, 2) ? pick(1, 9) : 16 * pick(1, 3);
         i64 E = pick(1, 9), top = pick(1, E), pages = pick(1, 4), longest = pick(2, pages * page - 8), mtp = pick(0, 1);
         i64 sequences = pick(1, 5) + M, total = sequences * pages + 1, drafts = mtp ? pick(0, 4) : 0;
         b.version = VERSION, b.bytes = sizeof(DecodeStep), b.layers = pick(1, 3);

@@ -45,53 +45,53 @@ struct Shape {
     i64 M, D, L, N, H, R, C, V, J, d, K, per_row, shift, size, packed;
 };
 
-#ifdef PAIRED_BF16
-// `count` keys [count, d] of bf16 -> tile [d / 2][64] of pairs, missing keys as zeros. d is even.
-static inline void pair_tile(const bf16* keys, i64 count, i64 d, float* tile) {
-    for (i64 s = 0; s < TILE; s += 16)
-        for (i64 i = 0; i < d; i += 32) {
+#ifdef __AVX512F__
+// For queries that share keys with few others a transposed tile of keys does not pay. Here the lanes are sixteen heads, and
+// keys are read as they lie, but widened: to lines of a fixed length, so that their addresses are constants.
+const i64 KEY_LINE = 128;
+template <class T>
+static bool heads_in_lanes(const Lines<T>& keys, i64 J) {
+    return !std::is_same<T, float>::value && !keys.packed && J % 16 == 0 && keys.width <= KEY_LINE;
+}
+
+// q [J, d] -> tile [J / 16][d][16].
+template <class T>
+static inline void head_tile(const T* q, i64 J, i64 d, float* tile) {
+    for (i64 j = 0; j < J; j += 16)
+        for (i64 i = 0; i < d; i += 16) {
             v16 x[16];
-            i64 width = std::min<i64>(32, d - i);
-            for (i64 r = 0; r < 16; r++) x[r] = s + r < count ? (v16)raw(keys + (s + r) * d + i, width) : v16{};
+            i64 width = std::min<i64>(16, d - i);
+            for (i64 r = 0; r < 16; r++) x[r] = load16(q + (j + r) * d + i, width);
             transpose16(x);
-            for (i64 c = 0; c < width / 2; c++) at(tile + (i / 2 + c) * TILE + s) = x[c];
+            for (i64 c = 0; c < width; c++) at(tile + j * d + (i + c) * 16) = x[c];
         }
 }
 
-// `tile_scores` of pairs: q [J, d].
-static inline void pair_scores(const bf16* q, const float* w, const float* tile, i64 J, i64 d, float* out) {
-    typedef Operand<bf16>::Reg<4> R;
-    v16 total[4] = {};
-    for (i64 j = 0; j < J; j += 4) {
-        v16 acc[4][4] = {};
-        for (i64 i = 0; i < d / 2; i++) {
-            R t[4];
-#pragma GCC unroll 4
-            for (int c = 0; c < 4; c++) t[c] = R((__m512i)at(tile + i * TILE + 16 * c));
-#pragma GCC unroll 4
-            for (int h = 0; h < 4; h++) {
-                int32_t pair;
-                memcpy(&pair, q + std::min(j + h, J - 1) * d + 2 * i, 4);
-                R x(_mm512_set1_epi32(pair));
-#pragma GCC unroll 4
-                for (int c = 0; c < 4; c++) acc[h][c] = mac(acc[h][c], t[c], x);
+// Scores of one query against keys [64, KEY_LINE]: sum_j w[j] * relu(q[j] . key).
+static inline void head_scores(const float* tile, const float* w, const float* keys, i64 J, i64 d, float* out) {
+    for (i64 s = 0; s < TILE; s += 16, keys += 16 * KEY_LINE) {
+        v16 total[16] = {};
+        for (i64 j = 0; j < J; j += 16) {
+            v16 acc[16] = {};
+            for (i64 i = 0; i < d; i++) {
+                v16 x = at(tile + j * d + i * 16);
+#pragma GCC unroll 16
+                for (int r = 0; r < 16; r++) acc[r] += x * splat(keys[r * KEY_LINE + i]);
             }
+#pragma GCC unroll 16
+            for (int r = 0; r < 16; r++) total[r] += at(w + j) * (acc[r] < 0.0f ? v16{} : acc[r]);
         }
-        for (i64 h = 0; h < std::min<i64>(4, J - j); h++)
-            for (int c = 0; c < 4; c++) total[c] += splat(w[j + h]) * (acc[h][c] < 0.0f ? v16{} : acc[h][c]);
+        at(out + s) = hsum16(total);
     }
-    for (int c = 0; c < 4; c++) at(out + 16 * c) = total[c];
 }
-
-static inline bool paired(const bf16*, i64 d) { return d % 2 == 0; }
 #else
-static inline bool paired(const bf16*, i64) { return false; }
-static inline void pair_tile(const bf16*, i64, i64, float*) {}
-static inline void pair_scores(const bf16*, const float*, const float*, i64, i64, float*) {}
+const i64 KEY_LINE = 0;
+template <class T>
+static bool heads_in_lanes(const Lines<T>&, i64) { return false; }
+template <class T>
+static inline void head_tile(const T*, i64, i64, float*) {}
+static inline void head_scores(const float*, const float*, const float*, i64, i64, float*) {}
 #endif
-static inline bool paired(const float*, i64) { return false; }
-static inline void pair_tile(const float*, i64, i64, float*) {}
-static inline void pair_scores(const float*, const float*, const float*, i64, i64, float*) {}
 
 // `select` for a handful of queries q [M, J, d] with head weights w [M, J]: the tiles of a sequence's keys are shared out.
 template <class T>
@@ -111,7 +111,7 @@ static void select_few(const Team& team, const T* q, const Lines<T>& keys, const
     i64 parts = (S + TILE * together - 1) / (TILE * together), width = parts * together * TILE, line = 2 * width + 32;
     std::vector<Block> blocks = blocks_of(keys, M, 8);
     auto scores = floats(M * width);
-    bool pairs = paired(q, d) && !keys.packed;
+    bool lanes = heads_in_lanes(keys, J);
     team.each(blocks.size() * parts, J * d * TILE * together, [&](i64 item) {
         Block block = blocks[item / parts];
         i64 first = item % parts * together * TILE, last = 0;
@@ -119,21 +119,23 @@ static void select_few(const Team& team, const T* q, const Lines<T>& keys, const
             if (end[m] - start[m] > K) last = std::max(last, end[m]);
         last = std::min(last, first + together * TILE);
         if (first >= last) return;
-        auto tile = floats((d + 16) * TILE), wide = floats(J * d), spare = floats(keys.packed ? up16(d) * TILE : 0);
+        auto tile = floats((lanes ? KEY_LINE : d + 16) * TILE), spare = floats(keys.packed ? up16(d) * TILE : 0);
+        auto wide = floats((block.last - block.first) * J * d);
+        for (i64 m = block.first; m < block.last; m++) {
+            float* to = &wide[(m - block.first) * J * d];
+            lanes ? head_tile(&q[m * J * d], J, d, to) : widen(&q[m * J * d], to, J * d, J * d);
+        }
         for (i64 s = first; s < last; s += TILE) {
-            if (pairs)
-                pair_tile(keys.at(block.sequence, s), std::min<i64>(TILE, last - s), d, tile.get());
+            i64 count = std::min<i64>(TILE, last - s);
+            if (lanes)
+                for (i64 r = 0; r < TILE; r++)
+                    widen(keys.at(block.sequence, s) + std::min(r, count - 1) * d, &tile[r * KEY_LINE], d, d);
             else
-                key_tile(keys, block.sequence, s, std::min<i64>(TILE, last - s), spare.get(), tile.get());
+                key_tile(keys, block.sequence, s, count, spare.get(), tile.get());
             for (i64 m = block.first; m < block.last; m++) {
                 if (end[m] - start[m] <= K || end[m] <= s || start[m] >= s + TILE) continue;
-                float* to = &scores[m * width + s];
-                if (pairs) {
-                    pair_scores(&q[m * J * d], w + m * J, tile.get(), J, d, to);
-                    continue;
-                }
-                widen(&q[m * J * d], wide.get(), J * d, J * d);
-                tile_scores(wide.get(), w + m * J, tile.get(), J, d, to);
+                const float* own = &wide[(m - block.first) * J * d];
+                (lanes ? head_scores : tile_scores)(own, w + m * J, tile.get(), J, d, &scores[m * width + s]);
             }
         }
     });
