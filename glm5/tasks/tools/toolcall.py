@@ -1,7 +1,7 @@
 """One function call and its answer: `weather in Rome on Mon` > get_weather(city=Rome, day=Mon) > `sunny` > `sunny`.
 
-For SFT, RL and evaluation. The reward is 1 if the first message makes exactly the right call and the final answer is the
-tool's result. A wrong or malformed call ends the episode with 0, like GLM-4.5's exact-match reward.
+For SFT, RL and evaluation. The reward is 1 if the first message makes exactly the right call and the final answer is
+the tool's result. A wrong or malformed call ends the episode with 0, like GLM-4.5's exact-match reward.
 """
 
 from __future__ import annotations
