@@ -86,4 +86,5 @@ class _GroupedMatmul(torch.autograd.Function):
         x, bounds, _ = ctx.saved_tensors
         grad = grad.contiguous()
         ctx.queue.leave(ctx.weight, lambda: grouped_weights(grad, x, bounds))
-        return grouped_rows(grad, ctx.weight.transpose(1, 2), bounds), None, None, None
+        wanted = ctx.needs_input_grad[0]
+        return grouped_rows(grad, ctx.weight.transpose(1, 2), bounds) if wanted else None, None, None, None

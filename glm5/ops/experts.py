@@ -71,17 +71,14 @@ def grouped_weights(grad: Tensor, x: Tensor, bounds: Tensor) -> Tensor:
 
 @cpu_form("grouped_rows")
 def _grouped_rows_on_cpu(x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
-    out = x.new_empty(x.shape[0], weight.shape[1])
+    out, ends = x.new_empty(x.shape[0], weight.shape[1]), bounds.tolist()
+    out[: ends[0]] = 0
+    out[ends[-1] :] = 0
     if narrow.widens(x, weight) and (native := narrow.product_kernels(x)) is not None:
-        out[: int(bounds[0])] = 0
-        out[int(bounds[-1]) :] = 0
         return narrow.products(native, x, weight, out, bounds)
-    ends = bounds.tolist()
     for expert, (start, end) in enumerate(pairwise(ends)):
         if end > start:
             narrow.mm_into(out[start:end], x[start:end], weight[expert].T)
-    out[: ends[0]] = 0
-    out[ends[-1] :] = 0
     return out
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from glm5.agents.endpoint import Reply
 from glm5.agents.wire import OnDelta
-from glm5.eval.cc_bench.judge import FAILED, FrontendJudge, unquoted
+from glm5.eval.cc_bench.judge import FAILED, MOST_EVIDENCE, FrontendJudge, unquoted
 from glm5.records import Message, ToolCall
 from glm5.tasks.cc_bench.checks import CheckItem, Do
 
@@ -48,7 +48,7 @@ class ScriptedItem:
         failed = results[-1].startswith(f"BEGIN {FAILED} ")
         said = "The call failed." if failed else compared(step, result) or f"Step {done} asks nothing."
         if failed or shown is None or lacking is not None:
-            where = lacking.end() if lacking else _nearest(step.shows.removeprefix("(?s)").split(".*")[0], result)[1]
+            where = lacking.end() if lacking else _nearest(_parts(step.shows)[0], result)[1]
             reason = f"after step {done} of {len(steps)}, {step.tool}: {said}"
             return _verdict(said, False, _line(result, where), reason)
         if done < len(steps):
@@ -62,7 +62,7 @@ def compared(step: Do, result: str) -> str:
     nothing."""
     said = []
     if step.shows:
-        parts = step.shows.removeprefix("(?s)").split(".*")
+        parts = _parts(step.shows)
         wanted = there = " ... ".join(map(_plain, parts))
         if re.search(step.shows, result) is None:
             ends = sorted((end, text) for text, end in (_nearest(part, result) for part in parts) if text)
@@ -72,6 +72,11 @@ def compared(step: Do, result: str) -> str:
         found = re.search(step.lacks, result)
         said.append(f"Not expected: {_plain(step.lacks)}. There is: {found[0] if found else 'nothing'}.")
     return " ".join(said)
+
+
+def _parts(pattern: str) -> list[str]:
+    """What must stand in this order, with anything between."""
+    return pattern.removeprefix("(?s)").split(".*")
 
 
 def _plain(pattern: str) -> str:
@@ -106,7 +111,7 @@ def _line(text: str, at: int) -> str:
 
 
 def _verdict(said: str, passed: bool, evidence: str, reason: str) -> Reply:
-    return _calling(said, "verdict", {"passed": passed, "evidence": evidence[:1000], "reason": reason[:1000]})
+    return _calling(said, "verdict", {"passed": passed, "evidence": evidence[:MOST_EVIDENCE], "reason": reason})
 
 
 def _calling(said: str, name: str, arguments: Mapping[str, Any]) -> Reply:

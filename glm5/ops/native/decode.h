@@ -57,14 +57,7 @@ static bool heads_in_lanes(const Lines<T>& keys, i64 J) {
 // q [J, d] -> tile [J / 16][d][16].
 template <class T>
 static inline void head_tile(const T* q, i64 J, i64 d, float* tile) {
-    for (i64 j = 0; j < J; j += 16)
-        for (i64 i = 0; i < d; i += 16) {
-            v16 x[16];
-            i64 width = std::min<i64>(16, d - i);
-            for (i64 r = 0; r < 16; r++) x[r] = load16(q + (j + r) * d + i, width);
-            transpose16(x);
-            for (i64 c = 0; c < width; c++) at(tile + j * d + (i + c) * 16) = x[c];
-        }
+    for (i64 j = 0; j < J; j += 16) transpose_rows([&](i64 r) { return q + (j + r) * d; }, 16, d, tile + j * d, 16);
 }
 
 // Scores of one query against keys [64, KEY_LINE]: sum_j w[j] * relu(q[j] . key).

@@ -40,17 +40,23 @@ static inline void transpose_tile(const F& key, i64 count, i64 d, float* tile) {
         }
 }
 #else
+// Up to 16 rows of d numbers -> columns [d][16], which are `stride` apart; row(r) is the address of the r-th, those from
+// `count` on are zeros.
+template <class F>
+static inline void transpose_rows(const F& row, i64 count, i64 d, float* to, i64 stride) {
+    for (i64 i = 0; i < d; i += 16) {
+        v16 x[16];
+        i64 width = std::min<i64>(16, d - i);
+        for (i64 r = 0; r < 16; r++) x[r] = r < count ? load16(row(r) + i, width) : v16{};
+        transpose16(x);
+        for (i64 c = 0; c < width; c++) at(to + (i + c) * stride) = x[c];
+    }
+}
+
 // `count` keys -> tile [d][64], missing keys as zeros; key(r) is the address of the r-th.
 template <class F>
 static inline void transpose_tile(const F& key, i64 count, i64 d, float* tile) {
-    for (i64 s = 0; s < TILE; s += 16)
-        for (i64 i = 0; i < d; i += 16) {
-            v16 x[16];
-            i64 width = std::min<i64>(16, d - i);
-            for (i64 r = 0; r < 16; r++) x[r] = s + r < count ? load16(key(s + r) + i, width) : v16{};
-            transpose16(x);
-            for (i64 c = 0; c < width; c++) at(tile + (i + c) * TILE + s) = x[c];
-        }
+    for (i64 s = 0; s < TILE; s += 16) transpose_rows([&](i64 r) { return key(s + r); }, count - s, d, tile + s, TILE);
 }
 
 #endif
