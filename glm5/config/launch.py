@@ -38,8 +38,8 @@ class ServiceConfig(Frozen):
 
 class Launch(Frozen):
     """Section `launch` of a recipe. With it, RL stages run live: engines, the rollout process and the learner are
-    processes of their own and work at the same time. Without it, one process simulates that on a logical clock, with
-    the same numbers in every run."""
+    processes of their own and work at the same time. Without it, that is simulated on a logical clock, with the same
+    numbers in every run."""
 
     backend: Literal["local", "ray"] = "local"
     """Where the engines run: on this machine, or on all nodes of a Ray cluster (`pip install 'glm5[ray]'`). The

@@ -97,11 +97,6 @@ def stage_problems(stage: Stage, layout: Layout, world: int, launch: Launch | No
                 f"{kind} divide neither layers nor rows ({given}); run this stage with parallel.pp = 1 and "
                 "parallel.cp = 1, which may resume the run."
             )
-        if world > 1 and launch is None:
-            yield (
-                f"{stage.name}: without a section [launch], stages of kind {stage.kind} run in one process, and this "
-                f"job has {world}; add the section for live RL, or run this stage without torchrun."
-            )
         if isinstance(stage, GeneralStage) and launch is not None and launch.history == "text":
             yield f'{stage.name}: General RL scores whole answers, which launch.history = "text" splits.'
     elif world > 1 and not isinstance(stage, GradientStage | TokenizerStage):

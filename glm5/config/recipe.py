@@ -276,7 +276,7 @@ class ReasoningStage(RewardStage):
 
 class AgenticStage(RewardStage):
     """Agentic RL: multi-turn, double-sided importance sampling (§3.3, §4.1). Its asynchrony is simulated: engine and
-    learner take turns in one process, and a logical clock decides which rollouts see which weights."""
+    learner take turns, and a logical clock decides which rollouts see which weights."""
 
     kind: Literal["agentic"]
     algorithm: str = "agentic"

@@ -114,8 +114,9 @@ class TorchRanks(Ranks):
             self.on_main(lambda: Ranks().export(model, path, more))
         return self.together(lambda: GLM5ForCausalLM.from_pretrained(path, device="meta"))
 
-    def main_copy(self, model: GLM5ForCausalLM) -> GLM5ForCausalLM:
-        return unshard_model(model, self._experts, keep=self.main)
+    def plain_copy(self, model: GLM5ForCausalLM, *, everywhere: bool = False) -> GLM5ForCausalLM:
+        plain = unshard_model(model, self._experts, keep=everywhere or self.main)
+        return plain.to(self.device) if everywhere else plain
 
     def run(self, function: Callable[..., T], model: GLM5ForCausalLM, *args: Any) -> T:
         result: T = getattr(model, RUN)(lambda sharded: function(sharded, *args))

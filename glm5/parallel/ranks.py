@@ -113,9 +113,10 @@ class Ranks:
             more(folder)
         return model
 
-    def main_copy(self, model: GLM5ForCausalLM) -> GLM5ForCausalLM:
-        """A plain model on the CPU with the weights of a sharded one on rank 0, for an engine there; all ranks must
-        call. Other ranks get a model without values. A single process gets the model itself, not a copy."""
+    def plain_copy(self, model: GLM5ForCausalLM, *, everywhere: bool = False) -> GLM5ForCausalLM:
+        """A plain model with the weights of a sharded one, for engines: on rank 0, on the CPU, while the other ranks
+        get a model without values; or `everywhere`, on each rank's device. All ranks must call. A single process gets
+        the model itself, not a copy."""
         return model
 
     def run(self, function: Callable[..., T], model: GLM5ForCausalLM, *args: Any) -> T:

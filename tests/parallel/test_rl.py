@@ -142,3 +142,56 @@ def test_a_live_stage_pushes_and_resumes_as_in_one_process(results: dict[str, An
 def test_a_rank_that_fails_ends_the_stage_on_all(results: dict[str, Any]) -> None:
     assert results["broken"]["said"] == "Glm5Error: Rank 1 failed: this rank breaks"
     assert results["broken"]["told"][-1] == "ends"
+
+
+MEASURED = [{"name": "arithmetic", "difficulty": {"problems": 2, "tries": 2, "low": 0.0, "high": 1.0, "unseen": 0.5}}]
+REWARD_MODEL = {"pairs": 4, "optim": {"steps": 2, "lr": 0.01}}
+ON_A_CLOCK: dict[str, dict[str, Any]] = {
+    "sync": {"kind": "reasoning", "families": MEASURED},
+    "general": {"kind": "general", "families": [{"name": "general"}], "reward_model": REWARD_MODEL},
+    "async": {"kind": "agentic", "concurrency": 7, "train_ticks": 3, "max_staleness": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def on_a_clock(job: Any, small: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Stages on the logical clock by name: in one process, and on two ranks, where after three updates they go on from
+    their last state with another layout."""
+    folder = tmp_path_factory.mktemp("clock")
+    start = str(folder / "talker")
+    small(n_routed_experts=6, vocab_size=tokenizer.vocab_size, eos_token_id=tokenizer.stop_token_ids).save_pretrained(
+        start
+    )
+
+    def stage(name: str, place: str, **more: Any) -> dict[str, Any]:
+        return {"kind": "logical", "start": start, "options": ON_A_CLOCK[name], "out": str(folder / place), **more}
+
+    ones = job(1, *(stage(name, f"{name} one") for name in ON_A_CLOCK))
+    tasks = {f"{name} cut": stage(name, f"{name} two", stop=3) for name in ON_A_CLOCK}
+    tasks |= {f"{name} rest": stage(name, f"{name} two", ep=2) for name in ON_A_CLOCK}
+    return dict(zip(ON_A_CLOCK, ones, strict=True)) | dict(zip(tasks, job(2, *tasks.values()), strict=True))
+
+
+@pytest.mark.parametrize("name", ON_A_CLOCK)
+def test_ranks_play_the_same_rollouts_as_one_process(on_a_clock: dict[str, Any], name: str) -> None:
+    one, cut, rest = (on_a_clock[key] for key in (name, f"{name} cut", f"{name} rest"))
+
+    def batches(rows: list[dict[str, Any]]) -> list[list[Any]]:
+        """Of each update: problem and sampled tokens of every rollout, with the weights that sampled them."""
+        found: list[list[Any]] = [[] for _ in range(4)]
+        for row in rows:
+            turns = [(turn["output"], turn["versions"]) for turn in row["turns"]]
+            found[row["step"] - 1].append([row["problem"], row["group"], turns])
+        return [sorted(batch) for batch in found]
+
+    assert batches(rest["rows"]) == batches(one["rows"]) and len(one["rows"]) == 4 * 3 * 4
+    assert len(cut["numbers"]) == 3 and len(rest["numbers"]) == (4 if name == "async" else 2)  # "async" saved no state
+    for numbers, wanted in ((cut["numbers"], one["numbers"][:3]), (rest["numbers"], one["numbers"])):
+        for key in ("loss", "grad_norm", "reward", "staleness_mean"):
+            values = [[n[key] for n in found] for found in (numbers, wanted[-len(numbers) :])]
+            assert values[0] == pytest.approx(values[1], rel=1e-3, abs=1e-6), key
+    assert one["agreement"]["tokens"] > 0 == one["agreement"]["mismatches"] == rest["agreement"]["mismatches"]
+    for found in (cut, rest):
+        assert found["engines"][0] == found["engines"][1]
+        assert max(found["played"]) - min(found["played"]) <= 6 and sum(found["played"]) >= 24
+    assert rest["engines"][0].keys() == one["engines"][0].keys()

@@ -454,10 +454,10 @@ def policy(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     io = StageIO("rl", Path(task["out"]), NullMetrics(), lambda n, numbers: None, ranks)
     tokenizer = Tokenizer.byte_level()
     algorithm.prepare(StageStart(model, tokenizer, io, Path))
-    learner = Driver(model, tokenizer, config, algorithm, io, ranks).learner
+    learner = Driver(model, tokenizer, config, algorithm, io).learner
     groups = replay.read(task["rollouts"])[: task.get("groups")]
     numbers = [update(learner, algorithm, config, groups) for _ in range(task.get("updates", 2))]
-    plain = ranks.main_copy(learner.model)
+    plain = ranks.plain_copy(learner.model)
     weights = {name: tensor.tolist() for name, tensor in plain.state_dict().items()} if ranks.main else {}
     found = {"numbers": numbers, "agreement": vars(learner.agreement), "weights": weights}
     return found | {"gradients": whole_gradients(learner.model, ranks)}
@@ -578,10 +578,63 @@ def live(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     return {"told": Recorded.told, "numbers": seen, "said": said, "left": left}
 
 
+def logical(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
+    """A stage on the logical clock; stops after `stop` updates, or goes on from the state that is there. An answer's
+    reward is the parity of its tokens' sum."""
+    from glm5.chat import Tokenizer
+    from glm5.config.recipe import STAGES
+    from glm5.rl import replay
+    from glm5.rl.algos import stage_algorithm
+    from glm5.rl.drivers.logical import LogicalDriver
+    from glm5.rl.start import StageStart
+
+    fields = {
+        "name": "rl", "optim": {"steps": 4, "lr": 1e-3, "save_every": 2}, "families": [{"name": "arithmetic"}],
+        "prompts": 3, "group": 4, "max_tokens": 6, "row_length": 64, "max_context": 64, "record": True,
+    }  # fmt: skip
+    config = STAGES[task["options"]["kind"]].model_validate(fields | task["options"])
+    algorithm = stage_algorithm(config)
+    real, seen = algorithm.samples, []
+
+    def samples(groups: Any) -> Any:
+        return real([[replace(t, reward=float(sum(t.turns[-1].output_ids) % 2)) for t in group] for group in groups])
+
+    def advance(n: int, numbers: dict[str, float]) -> None:
+        seen.extend([numbers] if n == 1 and numbers else [])
+        if len(seen) == task.get("stop"):
+            raise KeyboardInterrupt
+
+    algorithm.samples = samples  # type: ignore[method-assign]
+    folder = Path(task["out"]) / "00-rl"
+    folder.mkdir(parents=True, exist_ok=True)
+    io = StageIO("rl", folder, NullMetrics(), advance, ranks)
+    model, tokenizer = ranks.load(Path(task["start"])), Tokenizer.byte_level()
+    algorithm.prepare(StageStart(model, tokenizer, io, Path))
+    driver = LogicalDriver(model, tokenizer, config, algorithm, io, 0)
+    engine = driver.engine
+    played = [0]
+    real_submit = engine.submit
+
+    def submit(*given: Any) -> Any:
+        played[0] += 1
+        return real_submit(*given)
+
+    engine.submit = submit  # type: ignore[method-assign]
+    try:
+        driver.run()
+    except KeyboardInterrupt:
+        ranks.wait()
+    rows = [json.loads(line) for line in (folder.parent / replay.FILE).read_text(encoding="utf-8").splitlines()]
+    return {
+        "numbers": seen, "agreement": vars(driver.learner.agreement), "rows": rows, "played": ranks.gather(played[0]),
+        "engines": ranks.gather(digest(engine.model)),
+    }  # fmt: skip
+
+
 TASKS = {
     "follow": follow, "gradients": gradients, "run": run, "fail": fail, "refuse": refuse, "policy": policy,
-    "live": live, "sft_rows": sft_rows, "exchanges": exchanges, "spoilt": spoilt, "gradient_bytes": gradient_bytes,
-    "step_bytes": step_bytes,
+    "live": live, "logical": logical, "sft_rows": sft_rows, "exchanges": exchanges, "spoilt": spoilt,
+    "gradient_bytes": gradient_bytes, "step_bytes": step_bytes,
 }  # fmt: skip
 
 

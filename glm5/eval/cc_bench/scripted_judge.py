@@ -27,8 +27,9 @@ MOST_LINE = 200
 
 @dataclass(frozen=True)
 class ScriptedItem:
-    """A model that plays the script: one call per reply, then the verdict with the line that decided it. It thinks
-    about what it expected of the last call and what there is, so that its sessions can teach a model to judge."""
+    """A model that plays the script: one call per reply, then the verdict with the line that decided it. It thinks:
+    first of all it plans, then it says what it expected of the last call and what there is. So its sessions can teach a
+    model to judge."""
 
     item: CheckItem
 
@@ -41,7 +42,9 @@ class ScriptedItem:
         results = [message.content for message in messages if message.role == "tool"]
         done = min(len(results), len(steps))
         if not done:
-            return _calling(f"Step 1 of {len(steps)}.", steps[0].tool, steps[0].arguments)
+            lines = [f"{number}. {_told(step)}" for number, step in enumerate(steps, start=1)]
+            said = "\n".join(("Plan:", *lines, f"Step 1 of {len(steps)}."))
+            return _calling(said, steps[0].tool, steps[0].arguments)
         step, result = steps[done - 1], unquoted(results[-1])
         shown = re.search(step.shows, result)
         lacking = re.search(step.lacks, result) if step.lacks else None
@@ -72,6 +75,13 @@ def compared(step: Do, result: str) -> str:
         found = re.search(step.lacks, result)
         said.append(f"Not expected: {_plain(step.lacks)}. There is: {found[0] if found else 'nothing'}.")
     return " ".join(said)
+
+
+def _told(step: Do) -> str:
+    """A step of a plan: the call, and what it asks of the result in the words of `compared`."""
+    wanted = [f"Expected: {' ... '.join(map(_plain, _parts(step.shows)))}."] if step.shows else []
+    wanted += [f"Not expected: {_plain(step.lacks)}."] if step.lacks else []
+    return " ".join((step.tool, *map(str, step.arguments.values()), *wanted))
 
 
 def _parts(pattern: str) -> list[str]:

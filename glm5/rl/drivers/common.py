@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from glm5.engine.engine import Engine
 from glm5.errors import RolloutError
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.obs.logs import get_logger
-from glm5.parallel.ranks import Ranks
 from glm5.quant.in_place import quantise_in_place
 from glm5.records import Trajectory
 from glm5.rl import replay
@@ -26,9 +26,12 @@ from glm5.rl.rollout_trace import RolloutTrace, is_due
 from glm5.rl.update import update
 from glm5.rl.weight_sync import tensor_hashes
 from glm5.tasks.slides.record import write_pages
+from glm5.train.checkpoint import load_state, save_state
 from glm5.train.loop import StageIO
 
 _log = get_logger(__name__)
+STATE = "state"
+"""Folder of a stage's last state, in the stage's folder."""
 
 
 class Driver:
@@ -42,10 +45,9 @@ class Driver:
         stage: PolicyStage,
         algorithm: Algorithm,
         io: StageIO,
-        ranks: Ranks | None = None,
     ) -> None:
         stage = _fitted(stage, model)
-        self.stage, self.algorithm, self.io, self.tokenizer = stage, algorithm, io, tokenizer
+        self.stage, self.algorithm, self.io, self.tokenizer, self.ranks = stage, algorithm, io, tokenizer, io.ranks
         self.controller = Controller(stage)
         self.learner = Learner(
             model,
@@ -56,7 +58,7 @@ class Driver:
             exact=stage.rollouts == "exact",
             minibatches=stage.minibatches,
             spread_groups=stage.spread_groups,
-            ranks=ranks,
+            ranks=io.ranks,
         )
         self.record = io.folder.parent / replay.FILE if stage.record else None
         self.env_errors = EnvErrors(stage.name, stage.env_error_share, stage.env_error_window)
@@ -74,6 +76,31 @@ class Driver:
             exact=self.stage.rollouts == "exact",
         )
 
+    def _load(self) -> tuple[int, dict[str, float]]:
+        """Load the stage's last state: its number of updates and its last metrics."""
+        found = load_state(self.io.folder / STATE, self.learner.model, self.learner.optimizer, ranks=self.ranks)
+        done, extra = found or (0, {})
+        if done:
+            self._restore(done, extra)
+        self.io.metrics.rewind(self.io.name, done)
+        if self.record is not None:
+            self.ranks.on_main(partial(replay.rewind, self.record, self.io.name, done))
+        self.io.advance(done, {})
+        return done, dict(extra.get("numbers", {}))
+
+    def _save(self, numbers: dict[str, float]) -> None:
+        """Save the stage's state; `numbers` are the last metrics."""
+        learner, state = self.learner, self._state(numbers)
+        save_state(
+            self.io.folder / STATE, learner.model, learner.optimizer, self.controller.version, state, ranks=self.ranks
+        )
+
+    def _keep(self, groups: list[list[Trajectory]]) -> None:
+        """Write down the batch of the next update, if the recipe says so."""
+        if self.record is not None:
+            step = self.controller.version + 1
+            self.ranks.on_main(partial(replay.write, groups, self.record, self.io.name, step))
+
     def _learn(self, groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
         """The next update; writes the trace of a rollout when it is due. Returns the metrics."""
         due = is_due(self.controller.version + 1, self.stage.optim)
@@ -81,7 +108,7 @@ class Driver:
         numbers = update(self.learner, self.algorithm, self.stage, groups, trace)
         if trace is not None:
             trace.write(self.io.folder, self.learner, groups, self.tokenizer)
-        if self.learner.ranks.main and (due or self.controller.version == 0):
+        if self.ranks.main and (due or self.controller.version == 0):
             write_pages(self.io.folder, self.controller.version + 1, groups)
         return numbers
 

@@ -31,7 +31,6 @@ from glm5.errors import RolloutError
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.obs.live_view import LiveView
 from glm5.records import Trajectory
-from glm5.rl import replay
 from glm5.rl.algos import Algorithm
 from glm5.rl.drivers.common import Driver, policy_id
 from glm5.rl.drivers.rollout_client import RolloutClient
@@ -46,7 +45,6 @@ from glm5.rollout.text_history import mismatch
 from glm5.rollout.timeline import FILE as TRACE
 from glm5.rollout.timeline import Trace
 from glm5.tasks.trajectory_json import decode, encode
-from glm5.train.checkpoint import load_state, save_state
 from glm5.train.loop import StageIO
 from glm5.train.stop import TerminationAsInterrupt
 
@@ -77,8 +75,8 @@ class LiveDriver(Driver):
         seed: int,
         launch: Launch,
     ) -> None:
-        super().__init__(model, tokenizer, stage, algorithm, io, io.ranks)
-        self.launch, self.seed, self.ranks = launch, seed, io.ranks
+        super().__init__(model, tokenizer, stage, algorithm, io)
+        self.launch, self.seed = launch, seed
         self._labels = family_labels(stage.families)
         self._cursor = 0
         self._allowed = -1
@@ -100,7 +98,7 @@ class LiveDriver(Driver):
             torch.set_num_threads(self.launch.learner_threads or cores)
             done, numbers = self._load()
             self.ranks.on_main(
-                partial(self._start, stack, self.ranks.main_copy(self.learner.model), done, policy, cores)
+                partial(self._start, stack, self.ranks.plain_copy(self.learner.model), done, policy, cores)
             )
             stack.callback(quiet.ignore)  # while the processes are ended
             return self._run(numbers)
@@ -143,7 +141,7 @@ class LiveDriver(Driver):
             numbers = self._update(groups)
             if controller.pushing:
                 with self._spent("publish"):
-                    self.ranks.on_main(partial(self._push, self.ranks.main_copy(self.learner.model)))
+                    self.ranks.on_main(partial(self._push, self.ranks.plain_copy(self.learner.model)))
                 controller.weights_arrived()
                 if self.stage.reset_optimizer:
                     self.learner.reset_optimizer()
@@ -244,9 +242,8 @@ class LiveDriver(Driver):
         self.controller.arrived(trajectory)
 
     def _update(self, groups: list[list[Trajectory]]) -> dict[str, float]:
-        step = self.controller.version + 1
         with self._time.on("save"):
-            self.ranks.on_main(partial(self._keep, groups, step))
+            self._keep(groups)
         with self._spent("update"):
             if self.launch.simulate_learner is not None:
                 numbers = rollout_numbers([t for group in groups for t in group], self.learner.version)
@@ -257,11 +254,6 @@ class LiveDriver(Driver):
         self.controller.updated()
         with self._spent("publish"):
             return numbers | self.ranks.on_main(partial(self._report, groups))
-
-    def _keep(self, groups: list[list[Trajectory]], step: int) -> None:
-        """Record a batch, if the recipe says so."""
-        if self.record is not None:
-            replay.write(groups, self.record, self.io.name, step)
 
     def _report(self, groups: list[list[Trajectory]]) -> dict[str, float]:
         """Report an update to the rollout process. Returns the metrics of the rollouts."""
@@ -283,7 +275,7 @@ class LiveDriver(Driver):
         the policy's id."""
         if not any(family.difficulty for family in self.stage.families):
             return ""
-        return self.ranks.on_main(partial(self._measure_on_main, self.ranks.main_copy(self.learner.model)))
+        return self.ranks.on_main(partial(self._measure_on_main, self.ranks.plain_copy(self.learner.model)))
 
     def _measure_on_main(self, model: GLM5ForCausalLM) -> str:
         policy = policy_id(self.stage, model)
@@ -291,24 +283,6 @@ class LiveDriver(Driver):
         prompts.measure(self._make_engine(model), self.tokenizer, self.io.folder / PASS_RATES, policy)
         self._measured = prompts.numbers
         return policy
-
-    def _load(self) -> tuple[int, dict[str, float]]:
-        """Load the stage's last state: its number of updates and its last metrics."""
-        state = self.io.folder / "state"
-        found = load_state(state, self.learner.model, self.learner.optimizer, ranks=self.ranks)
-        done, extra = found or (0, {})
-        if done:
-            self._restore(done, extra)
-        self.io.metrics.rewind(self.io.name, done)
-        if self.record is not None:
-            self.ranks.on_main(partial(replay.rewind, self.record, self.io.name, done))
-        self.io.advance(done, {})
-        return done, dict(extra.get("numbers", {}))
-
-    def _save(self, numbers: dict[str, float]) -> None:
-        state = self.io.folder / "state"
-        version, ranks = self.controller.version, self.ranks
-        save_state(state, self.learner.model, self.learner.optimizer, version, self._state(numbers), ranks=ranks)
 
 
 def weights_prefix(folder: Path) -> str:

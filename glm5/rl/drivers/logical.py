@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from glm5.chat import Tokenizer
@@ -15,7 +15,6 @@ from glm5.engine.request import Request
 from glm5.errors import RequestFailed, RolloutError
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.records import SamplingParams, Trajectory
-from glm5.rl import replay
 from glm5.rl.algos import Algorithm
 from glm5.rl.drivers.common import Driver, policy_id
 from glm5.rl.drivers.timing import TimeSpent
@@ -25,7 +24,6 @@ from glm5.seeds import derive_seed
 from glm5.tasks import Episode
 from glm5.tasks.env_threads import EnvThreadPool
 from glm5.tasks.episode import settle
-from glm5.train.checkpoint import load_state, save_state
 from glm5.train.loop import StageIO
 
 ENV_THREADS = 16
@@ -47,6 +45,10 @@ class LogicalDriver(Driver):
     One clock tick is one engine step. An update's weights become visible `train_ticks` ticks after its batch was taken.
     An environment's answer becomes visible between one and two `env_ticks` after the request. Asynchrony is simulated:
     runs are exactly reproducible, but no time is saved.
+
+    With several ranks (`io.ranks`) each plays a part of the rollouts with an engine of its own, which has all weights.
+    After every tick all hear which rollouts ended, so all come to the same decisions; updates are divided as in live
+    RL.
     """
 
     def __init__(
@@ -60,10 +62,12 @@ class LogicalDriver(Driver):
     ) -> None:
         super().__init__(model, tokenizer, stage, algorithm, io)
         self.seed = derive_seed(seed, "policy", stage.name)
-        self.engine = self._make_engine(self.weights())
+        self.engine = self._make_engine(self._whole())
         self.prompts = PromptStream(self.stage, seed)
         self._running: list[_Running] = []
         self._reacting: list[tuple[int, _Running, Future[None]]] = []  # tick at which the environment's answer is due
+        self._ended: list[Trajectory] = []  # of this rank, not reported to the controller yet
+        self._playing = [0] * self.ranks.world  # rollouts in flight of every rank
         self._clock = 0
         self._push_in = 0  # ticks until the weights that are being pushed become visible
         self._threads = EnvThreadPool(ENV_THREADS, stage.env_seconds)
@@ -72,6 +76,10 @@ class LogicalDriver(Driver):
     def weights(self) -> GLM5ForCausalLM:
         """The model whose weights go to the engine: the learner's. Experiments override this."""
         return self.learner.model
+
+    def _whole(self) -> GLM5ForCausalLM:
+        """`weights`, which may be sharded, in one piece. All ranks must call."""
+        return self.ranks.plain_copy(self.weights(), everywhere=True)
 
     def run(self) -> dict[str, float]:
         """Run all updates of the stage, from its last state if there is one. Returns the last update's metrics.
@@ -87,19 +95,14 @@ class LogicalDriver(Driver):
         """Measure the pass rates of the starting policy for families with a `difficulty`. No state of the stage is
         loaded yet, so learner and engine still have the weights of the starting policy."""
         if any(family.difficulty for family in self.stage.families):
-            policy = policy_id(self.stage, self.learner.model)
-            self.prompts.measure(self.engine, self.tokenizer, self.io.folder / PASS_RATES, policy)
+            path, policy = self.io.folder / PASS_RATES, policy_id(self.stage, self._whole())
+            self.ranks.on_main(partial(self.prompts.measure, self.engine, self.tokenizer, path, policy))
+            if not self.ranks.main:
+                self.prompts.measure(None, self.tokenizer, path, policy)  # reads what rank 0 found
 
     def _run(self) -> dict[str, float]:
-        state, controller = self.io.folder / "state", self.controller
-        done, extra = load_state(state, self.learner.model, self.learner.optimizer) or (0, {})
-        numbers: dict[str, float] = dict(extra.get("numbers", {}))
-        if done:
-            self._restore(done, extra)
-        self.io.metrics.rewind(self.io.name, done)
-        if self.record is not None:
-            replay.rewind(self.record, self.io.name, done)
-        self.io.advance(done, {})
+        controller = self.controller
+        _, numbers = self._load()
         while not controller.finished:
             self._tick()
             groups = controller.batch()
@@ -110,14 +113,13 @@ class LogicalDriver(Driver):
                 if controller.pushing and not self._push_in and not controller.in_flight:
                     self._push()
                 if controller.saves():
-                    self._save(state, numbers)
+                    self._save(numbers)
         return numbers
 
     def _tick(self) -> None:
         """One clock tick: start rollouts, advance the engine, collect finished turns, push weights if due."""
         while (rollout := self.controller.start()) is not None:
-            group, member = rollout
-            self._continue(self.prompts.episode(group, self.tokenizer, self._threads), member)
+            self._start(*rollout)
         if self.controller.stuck:
             raise RolloutError(
                 f"{self.io.name}: no rollout may start and no batch is complete. The state in {self.io.folder} was "
@@ -135,10 +137,28 @@ class LogicalDriver(Driver):
             with self._time.on("environment"):
                 settle(running.episode, answer, self._threads)
             self._continue(running.episode, running.member)
+        self._report()
         if self.controller.pushing:
             self._push_in = max(0, self._push_in - 1)
             if not self._push_in:
                 self._push()
+
+    def _start(self, group: int, member: int) -> None:
+        """Play a rollout on the rank that has the fewest."""
+        rank = self._playing.index(min(self._playing))
+        self._playing[rank] += 1
+        if rank == self.ranks.rank:
+            self._continue(self.prompts.episode(group, self.tokenizer, self._threads), member)
+
+    def _report(self) -> None:
+        """Tell the controllers of all ranks which rollouts ended."""
+        with self._time.on("generate"):  # this rank waits for the others here
+            found, self._ended = self.ranks.gather(self._ended), []
+        for rank, ended in enumerate(found):
+            for trajectory in ended:
+                self._playing[rank] -= 1
+                self.env_errors.add(self.prompts.label(trajectory.group), trajectory, self.controller.version)
+                self.controller.ended(trajectory)
 
     def _due(self) -> int:
         """For a request that goes to an environment now, the tick at which its answer becomes visible: a multiple of
@@ -148,12 +168,10 @@ class LogicalDriver(Driver):
         return (self._clock // every + 2) * every if every else self._clock
 
     def _continue(self, episode: Episode, member: int) -> None:
-        """Submit the next turn of an episode, or report its end."""
+        """Submit the next turn of an episode, or note that it ended."""
         context = episode.pending()
         if context is None:
-            trajectory = episode.trajectory()
-            self.env_errors.add(self.prompts.label(trajectory.group), trajectory, self.controller.version)
-            self.controller.ended(trajectory)
+            self._ended.append(episode.trajectory())
             return
         params = SamplingParams(
             max_tokens=min(self.stage.max_tokens, episode.room),
@@ -165,9 +183,7 @@ class LogicalDriver(Driver):
         self._running.append(_Running(episode, member, request))
 
     def _update(self, groups: list[list[Trajectory]]) -> dict[str, float]:
-        step = self.controller.version + 1
-        if self.record is not None:
-            replay.write(groups, self.record, self.io.name, step)
+        self._keep(groups)
         with self._time.on("update"):
             numbers = self._learn(groups)
         self.controller.updated()
@@ -176,19 +192,18 @@ class LogicalDriver(Driver):
 
     def _push(self) -> None:
         with self._time.on("publish"):
-            publish(self.weights(), self.engine, self.learner.version)
+            publish(self._whole(), self.engine, self.learner.version)
         self.controller.weights_arrived()
         if self.stage.reset_optimizer:
             self.learner.reset_optimizer()
 
-    def _save(self, state: Path, numbers: dict[str, float]) -> None:
+    def _save(self, numbers: dict[str, float]) -> None:
         if self.controller.pushed < self.controller.version:
             self._push()
         self._clock = 0  # as in a resumed run
-        extra = self._state(numbers)
-        save_state(state, self.learner.model, self.learner.optimizer, self.controller.version, extra)
+        super()._save(numbers)
         self.controller.saved()
 
     def _restore(self, done: int, state: Mapping[str, Any]) -> None:
         super()._restore(done, state)
-        publish(self.weights(), self.engine, done)
+        publish(self._whole(), self.engine, done)

@@ -51,7 +51,7 @@ class PreferenceModel(nn.Module):
         super().__init__()
         self.trunk = policy.clone().materialise()
         self.trunk.mtp = None
-        self.head = nn.Linear(policy.config.hidden_size, 1, bias=False, device=policy.device)
+        self.head = nn.Linear(policy.config.hidden_size, 1, bias=False, device=self.trunk.device)
         nn.init.zeros_(self.head.weight)
         self.head.weight.muon_split = (1,)  # type: ignore[attr-defined]
         self.tokenizer = tokenizer

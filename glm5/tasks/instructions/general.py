@@ -21,7 +21,9 @@ from glm5.tasks.contract import Family, SingleTurnEnv, ToolSpec, draw
 
 NAMES = tuple(
     "Ada Amy Ann Ben Bob Cal Dan Dee Eli Eva Eve Fay Gus Guy Hal Ian Ida Ivy Jan Jay Jim Joe Kay Ken Kim Lee Leo Liz "
-    "Lou Mae Max Meg Mia Ned Nia Pam Pat Ray Rex Rob Ron Roy Sal Sam Sue Ted Tia Tim Tom Una Val Vic Wes Zoe".split()
+    "Lou Mae Max Meg Mia Ned Nia Pam Pat Ray Rex Rob Ron Roy Sal Sam Sue Ted Tia Tim Tom Una Val Vic Wes Zoe Abe Ali "
+    "Ava Bea Bev Deb Dex Gia Gil Huw Ike Ira Jed Jen Jon Kai Kia Lea Len Lyn Mel Nan Nat Noa Oli Pia Rae Ros Sid Stu "
+    "Tad Uma Viv Wim Yan Zac".split()
 )
 FORMS = ("plain", "twice", "loud")
 MOST_BYTES = 60
