@@ -62,7 +62,6 @@ def test_every_recipe_has_a_plan(path: Path) -> None:
         (["parallel.pp_deferred=1"], 1, "set parallel.pp above 1"),
         (["parallel.pp=2", "parallel.pp_deferred=3"], 8, "does not fit.*a smaller parallel.pp_deferred"),
         (["stages.pretrain.recompute=[true]"], 1, "pretrain: recompute has 1 settings"),
-        ([], 4, r"add the section for live RL"),
         (["parallel.pp=2", "stages.pretrain.compile=false"], 2, r"divide neither layers nor rows \(parallel.pp = 2\)"),
         (["parallel.cp=2"], 2, r"divide neither layers nor rows \(parallel.cp = 2\)"),
     ],

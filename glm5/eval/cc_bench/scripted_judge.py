@@ -65,10 +65,10 @@ def compared(step: Do, result: str) -> str:
     nothing."""
     said = []
     if step.shows:
-        parts = _parts(step.shows)
-        wanted = there = " ... ".join(map(_plain, parts))
+        wanted = there = _wanted(step.shows)
         if re.search(step.shows, result) is None:
-            ends = sorted((end, text) for text, end in (_nearest(part, result) for part in parts) if text)
+            near = [_nearest(part, result) for part in _parts(step.shows)]
+            ends = sorted((end, text) for text, end in near if text)
             there = " ... ".join(text for _, text in ends) or "nothing"
         said.append(f"Expected: {wanted}. There is: {there}.")
     if step.lacks:
@@ -79,9 +79,13 @@ def compared(step: Do, result: str) -> str:
 
 def _told(step: Do) -> str:
     """A step of a plan: the call, and what it asks of the result in the words of `compared`."""
-    wanted = [f"Expected: {' ... '.join(map(_plain, _parts(step.shows)))}."] if step.shows else []
+    wanted = [f"Expected: {_wanted(step.shows)}."] if step.shows else []
     wanted += [f"Not expected: {_plain(step.lacks)}."] if step.lacks else []
     return " ".join((step.tool, *map(str, step.arguments.values()), *wanted))
+
+
+def _wanted(pattern: str) -> str:
+    return " ... ".join(map(_plain, _parts(pattern)))
 
 
 def _parts(pattern: str) -> list[str]:

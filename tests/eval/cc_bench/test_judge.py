@@ -140,6 +140,14 @@ def test_the_scripted_judge() -> None:
         left = dict(zip(("open", "look", "click"), results, strict=True))
         return ItemCheck(TASK, item, ScriptedItem(item), Shows(left)).run()
 
+    planned = ScriptedItem(item).complete([], []).message.reasoning or ""
+    assert planned.splitlines() == [
+        "Plan:",
+        "1. open",
+        "2. look Expected: 1 open.",
+        '3. click button "Add" Expected: 2 open. Not expected: alert.',
+        "Step 1 of 3.",
+    ]
     good = judged("page one", "page\n- text: 1 open", "page\n- text: 2 open\n- end")
     assert (good.verdict, good.evidence) == ("pass", "- text: 2 open") and good.calls == 3
     bad = judged("page one", "page\n- text: 1 open", "page\n- text: 2 open\n- alert: no")
