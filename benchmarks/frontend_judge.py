@@ -1,6 +1,6 @@
 """Agreement of a judge of frontends with the truth: references and mutants whose failing check-items are known.
 
-    python benchmarks/frontend_judge.py [--numbers 1] [--judge URL [--judge-name NAME]] [--record FILE]
+    python benchmarks/frontend_judge.py [--numbers 1] [--judge URL [--judge-name NAME]] [--workers 2] [--record FILE]
     python benchmarks/frontend_judge.py --demonstrations DIR [--numbers 20] [--workers 2]
 
 Without a URL the scripted judge decides. The table has agreement per check-item with an interval that knows that items
@@ -19,7 +19,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -48,11 +48,13 @@ def pages(first: int, numbers: int) -> Iterator[tuple[FrontendTask, str, Project
                 yield task, mutant, Project({"index.html": html}, {"index.html": html})
 
 
-def measure(judge: FrontendJudge, numbers: int, record: Path | None) -> None:
+def measure(judge: FrontendJudge, numbers: int, workers: int, record: Path | None) -> None:
     agreed, totals, kinds, began = list[int](), list[int](), Counter[str](), time.monotonic()
-    for task, mutant, project in pages(0, numbers):
-        found, truth = judge.verdicts(task, project), task.truth(mutant)
-        right = 0
+    shown = list(pages(0, numbers))
+    with ThreadPoolExecutor(workers) as pool:
+        verdicts = list(pool.map(lambda page: judge.verdicts(page[0], page[2]), shown))
+    for (task, mutant, _), found in zip(shown, verdicts, strict=True):
+        truth, right = task.truth(mutant), 0
         for (number, one), wanted in zip(found.items(), truth, strict=True):
             right += one.verdict == ("pass" if wanted else "fail")
             kinds[f"{'works' if wanted else 'broken'}: {one.verdict}"] += 1
@@ -139,7 +141,7 @@ def main() -> None:
         demonstrate(options.demonstrations, options.numbers, options.workers)
         return
     judge = FrontendJudge.of(Endpoint(options.judge, options.judge_name), 1) if options.judge else scripted_judge()
-    measure(judge, options.numbers, options.record)
+    measure(judge, options.numbers, options.workers, options.record)
 
 
 if __name__ == "__main__":

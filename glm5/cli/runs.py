@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
 from collections import deque
 from pathlib import Path
@@ -293,10 +292,6 @@ def _told(numbers: dict[str, float]) -> str:
 def _run(
     recipe: Path, overrides: list[str], processes: int, *, kinds: tuple[str, ...] = (), resume: bool = True
 ) -> Path:
-    if processes > 1 and "RANK" not in os.environ:
-        from glm5.launch.processes import run_ranks
-
-        raise typer.Exit(run_ranks(processes, sys.argv[1:]))
     from glm5.config.load import load_recipe
     from glm5.config.recipe import RunRecipe
     from glm5.obs.logs import rank
@@ -308,6 +303,11 @@ def _run(
     folder = Path(loaded.runs) / loaded.name
     if not resume and rank() == 0 and (folder / "recipe.toml").exists():
         raise UsageError(f"{folder} exists already; pass --resume to go on with it, or choose another name.")
+    if processes > 1:
+        from glm5.launch.processes import is_rank, run_ranks
+
+        if not is_rank():
+            raise typer.Exit(run_ranks(processes, sys.argv[1:]))
     from glm5.launch.pipeline import run_pipeline
 
     run = run_pipeline(loaded, verbose="pretrain" in kinds)

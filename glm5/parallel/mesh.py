@@ -131,10 +131,10 @@ class TorchRanks(Ranks):
     def shard_slice(self, tensor: Tensor) -> ShardSlice:
         return local_slice(tensor)
 
-    def gather(self, value: T) -> list[T]:
+    def gather(self, value: T, *, patient: bool = False) -> list[T]:
         found: list[Any] = [None] * self.world
         with lost_ranks():
-            dist.all_gather_object(found, value, group=self._objects)
+            dist.all_gather_object(found, value, group=self._patient if patient else self._objects)
         return found
 
     def sum(self, tensor: Tensor) -> Tensor:

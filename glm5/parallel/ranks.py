@@ -151,8 +151,9 @@ class Ranks:
         """This rank's slice of a parameter or buffer of a sharded model."""
         return ShardSlice(tuple(tensor.shape), (0,) * tensor.ndim, tuple(tensor.shape))
 
-    def gather(self, value: T) -> list[T]:
-        """The values of all ranks, in rank order."""
+    def gather(self, value: T, *, patient: bool = False) -> list[T]:
+        """The values of all ranks, in rank order. With `patient`, ranks wait up to `Layout.patience_seconds` for the
+        slowest."""
         return [value]
 
     def any(self, flag: bool) -> bool:

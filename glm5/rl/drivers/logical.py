@@ -153,7 +153,7 @@ class LogicalDriver(Driver):
     def _report(self) -> None:
         """Tell the controllers of all ranks which rollouts ended."""
         with self._time.on("generate"):  # this rank waits for the others here
-            found, self._ended = self.ranks.gather(self._ended), []
+            found, self._ended = self.ranks.gather(self._ended, patient=True), []  # an environment may take long
         for rank, ended in enumerate(found):
             for trajectory in ended:
                 self._playing[rank] -= 1
