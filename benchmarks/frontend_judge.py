@@ -52,18 +52,18 @@ def measure(judge: FrontendJudge, numbers: int, workers: int, record: Path | Non
     agreed, totals, kinds, began = list[int](), list[int](), Counter[str](), time.monotonic()
     shown = list(pages(0, numbers))
     with ThreadPoolExecutor(workers) as pool:
-        verdicts = list(pool.map(lambda page: judge.verdicts(page[0], page[2]), shown))
-    for (task, mutant, _), found in zip(shown, verdicts, strict=True):
-        truth, right = task.truth(mutant), 0
-        for (number, one), wanted in zip(found.items(), truth, strict=True):
-            right += one.verdict == ("pass" if wanted else "fail")
-            kinds[f"{'works' if wanted else 'broken'}: {one.verdict}"] += 1
-            if record is not None:
-                row = {"task": task.name, "mutant": mutant, "item": number, "truth": wanted, **vars(one)}
-                with record.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(row) + "\n")
-        agreed.append(right)
-        totals.append(len(truth))
+        verdicts = pool.map(lambda page: judge.verdicts(page[0], page[2]), shown)
+        for (task, mutant, _), found in zip(shown, verdicts, strict=True):
+            truth, right = task.truth(mutant), 0
+            for (number, one), wanted in zip(found.items(), truth, strict=True):
+                right += one.verdict == ("pass" if wanted else "fail")
+                kinds[f"{'works' if wanted else 'broken'}: {one.verdict}"] += 1
+                if record is not None:
+                    row = {"task": task.name, "mutant": mutant, "item": number, "truth": wanted, **vars(one)}
+                    with record.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(row) + "\n")
+            agreed.append(right)
+            totals.append(len(truth))
     share = clustered_share(agreed, totals)
     print(f"agreement: {share.value:.1%} [{share.low:.1%}, {share.high:.1%}] of {share.n} items, {len(totals)} pages")
     for truth_is, wrong in (("broken", PASS), ("works", FAIL)):
