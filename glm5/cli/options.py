@@ -25,9 +25,6 @@ app.add_typer(data_app, name="data")
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")]
 Overrides = Annotated[list[str], typer.Option("--set", help="Override a recipe key, e.g. --set stages.sft.rows=8.")]
-Processes = Annotated[
-    int, typer.Option(min=1, help="Divide training and rollouts over processes that share this machine's cores.")
-]
 Sources = Annotated[list[str], typer.Argument(help='Folders, text files, JSONL, parquet, "git:PATH", or "stdlib".')]
 Out = Annotated[Path, typer.Option(help="Directory to write.")]
 Recipe = Annotated[Path, typer.Argument(help="A TOML recipe, e.g. recipes/laptop.toml.")]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 from collections import deque
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +15,6 @@ from glm5.cli.options import (
     Json,
     Out,
     Overrides,
-    Processes,
     Recipe,
     Sources,
     app,
@@ -82,15 +80,9 @@ def data_build(
 
 
 @app.command()
-def train(
-    recipe: Recipe,
-    overrides: Overrides = [],  # noqa: B006
-    resume: Annotated[bool, typer.Option("--resume")] = False,
-    processes: Processes = 1,
-) -> None:
+def train(recipe: Recipe, overrides: Overrides = [], resume: Annotated[bool, typer.Option("--resume")] = False) -> None:  # noqa: B006
     """Run training stages. A run that exists is resumed; without --resume, that is an error."""
-    kinds = ("tokenizer", "pretrain", "midtrain", "dsa_warmup", "dsa_sparse")
-    _run(recipe, overrides, processes, kinds=kinds, resume=resume)
+    _run(recipe, overrides, kinds=("tokenizer", "pretrain", "midtrain", "dsa_warmup", "dsa_sparse"), resume=resume)
 
 
 @app.command()
@@ -167,18 +159,18 @@ def stages(
 
 
 @app.command()
-def sft(recipe: Recipe, overrides: Overrides = [], processes: Processes = 1) -> None:  # noqa: B006
+def sft(recipe: Recipe, overrides: Overrides = []) -> None:  # noqa: B006
     """Run supervised fine-tuning stages (resumes), and print the content of their data."""
-    run = _run(recipe, overrides, processes, kinds=("sft",))
+    run = _run(recipe, overrides, kinds=("sft",))
     for stage in _results(run)["stages"]:
         if "data/rows" in stage["numbers"]:  # runs of earlier versions lack it
             typer.echo(f"{stage['name']}: {_told(stage['numbers'])}")
 
 
 @app.command()
-def rl(recipe: Recipe, overrides: Overrides = [], processes: Processes = 1) -> None:  # noqa: B006
+def rl(recipe: Recipe, overrides: Overrides = []) -> None:  # noqa: B006
     """Run stages of kind reasoning, agentic, general or distill (resumes), and print results of their last updates."""
-    run = _run(recipe, overrides, processes, kinds=("reasoning", "agentic", "general", "distill"))
+    run = _run(recipe, overrides, kinds=("reasoning", "agentic", "general", "distill"))
     told = ("reward", "solved", "reverse_kl", "pass_rate", "kept_share")
     for stage in _results(run)["stages"]:
         numbers = stage["numbers"].items()
@@ -187,9 +179,9 @@ def rl(recipe: Recipe, overrides: Overrides = [], processes: Processes = 1) -> N
 
 
 @app.command()
-def pipeline(recipe: Recipe, overrides: Overrides = [], processes: Processes = 1) -> None:  # noqa: B006
+def pipeline(recipe: Recipe, overrides: Overrides = []) -> None:  # noqa: B006
     """Run chained stages into runs/NAME/NN-stage/, evaluate after each, and write the report (resumes)."""
-    run = _run(recipe, overrides, processes)
+    run = _run(recipe, overrides)
     from rich.console import Console
 
     from glm5.report import build_report, summary_table
@@ -289,9 +281,7 @@ def _told(numbers: dict[str, float]) -> str:
     return ", ".join(parts + [f"{data[k]:,.0f} {words}" for k, words in left_out.items() if data[k]])
 
 
-def _run(
-    recipe: Path, overrides: list[str], processes: int, *, kinds: tuple[str, ...] = (), resume: bool = True
-) -> Path:
+def _run(recipe: Path, overrides: list[str], kinds: tuple[str, ...] = (), resume: bool = True) -> Path:
     from glm5.config.load import load_recipe
     from glm5.config.recipe import RunRecipe
     from glm5.obs.logs import rank
@@ -303,11 +293,6 @@ def _run(
     folder = Path(loaded.runs) / loaded.name
     if not resume and rank() == 0 and (folder / "recipe.toml").exists():
         raise UsageError(f"{folder} exists already; pass --resume to go on with it, or choose another name.")
-    if processes > 1:
-        from glm5.launch.processes import is_rank, run_ranks
-
-        if not is_rank():
-            raise typer.Exit(run_ranks(processes, sys.argv[1:]))
     from glm5.launch.pipeline import run_pipeline
 
     run = run_pipeline(loaded, verbose="pretrain" in kinds)

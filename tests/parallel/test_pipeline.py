@@ -88,13 +88,7 @@ def torchrun(environment: dict[str, str], *arguments: object, world: int = 2) ->
 @pytest.mark.long
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("option", "started"),
-    [
-        ("ep", "ranks"),
-        ("cp", "ranks"),
-        pytest.param("ep", "torchrun", marks=pytest.mark.slow),
-        pytest.param("ep", "--processes", marks=pytest.mark.slow),
-    ],
+    ("option", "torchruns"), [("ep", False), ("cp", False), pytest.param("ep", True, marks=pytest.mark.slow)]
 )
 def test_two_processes_make_one_run(
     recipe: Callable[..., Path],
@@ -102,17 +96,12 @@ def test_two_processes_make_one_run(
     job: Any,
     worker_environment: dict[str, str],
     option: str,
-    started: str,
+    torchruns: bool,
 ) -> None:
-    """Started by torchrun or by glm5, or with the variables that they set, which saves loading torch three times."""
+    """Started by torchrun, or with the variables that it sets, which saves loading torch three times."""
     arguments = ("train", recipe("two"), "--set", f"parallel.{option}=2")
-    if started != "ranks":
-        alone = (sys.executable, "-m", "glm5", *map(str, arguments), "--processes", "2")
-        done = (
-            torchrun(worker_environment, *arguments)
-            if started == "torchrun"
-            else subprocess.run(alone, capture_output=True, text=True, cwd=ROOT, env=worker_environment, timeout=300)
-        )
+    if torchruns:
+        done = torchrun(worker_environment, *arguments)
         assert done.returncode == 0, done.stderr[-3000:]
         said = done.stdout
     else:

@@ -17,7 +17,7 @@ from glm5.records import Message, Outcome, ToolCall
 from glm5.sandbox import Limits, Sandbox, SandboxResult
 from glm5.tasks import make_family, needle_text, rules_score, split_of
 from glm5.tasks.coding.bugfix import MOST_CALLS, OPERATIONS, VISIBLE_TESTS, BugfixEnv, BugfixFamily
-from glm5.tasks.coding.judge import Judge, default_judge
+from glm5.tasks.coding.judge import Case, Judge, default_judge
 from glm5.tasks.contract import SPLITS, DistinctProblems
 from glm5.tasks.instructions.general import ACTS, FORMS, NAMES, GeneralFamily, GeneralProblem
 from glm5.tasks.mathematics.arithmetic import ArithmeticFamily, ArithmeticProblem, parse_integer, working
@@ -439,19 +439,26 @@ def test_values_are_remembered_per_program_and_cases() -> None:
 
 
 @needs_sandbox
-def test_a_block_of_demonstrations_takes_one_sandbox_and_gives_the_same_values() -> None:
+def test_demonstrations_take_no_sandbox_and_have_its_values() -> None:
     judge = Judge(default_judge()._sandbox)
     family = BugfixFamily(seed=8, judge=judge)
     for index in range(32):
         family.problem("train", index).demonstration(index)
-    assert judge.runs == 1
+    problems = [family.problem("train", index) for index in range(32)]
+    jobs = [(program, p.function, p.cases) for p in problems for program in p.programs]
+    odd = [
+        "def f(x): return [x] * 3000",
+        "def f(x): return {1, 2}",
+        "def f(x): raise KeyError(x)",
+        "def f(x): return x / 0",
+    ]
+    jobs += [(program, "f", (Case((2,), 2), Case((5,), 5))) for program in odd]
+    judge.prefill_own(jobs)
     alone = Judge(default_judge()._sandbox)
-    problem = family.problem("train", 5)
-    for program in problem.programs:
-        assert judge.values(program, problem.function, problem.cases) == alone.values(
-            program, problem.function, problem.cases
-        )
-    assert (judge.runs, alone.runs) == (1, len(problem.programs))
+    alone.prefill(jobs)
+    for job in jobs:
+        assert judge.values(*job) == alone.values(*job), job[0]
+    assert judge.runs == alone.runs == 1  # for what is too large to keep
 
 
 class BrokenSandbox:

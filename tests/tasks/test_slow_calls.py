@@ -35,7 +35,7 @@ class SleepyJudge:
         self.clock = clock
         self.seen: list[str] = []
 
-    def prefill(self, jobs: Any) -> None:
+    def prefill_own(self, jobs: Any) -> None:
         """Nothing is known beforehand."""
 
     def grade(self, program: str, name: str, cases: Sequence[Case]) -> list[str | None]:

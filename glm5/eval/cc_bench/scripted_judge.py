@@ -14,7 +14,7 @@ from typing import Any
 
 from glm5.agents.endpoint import Reply
 from glm5.agents.wire import OnDelta
-from glm5.eval.cc_bench.judge import FAILED, MOST_EVIDENCE, FrontendJudge, unquoted
+from glm5.eval.cc_bench.judge import FAILED, LEAST_EVIDENCE, MOST_EVIDENCE, FrontendJudge, unquoted
 from glm5.records import Message, ToolCall
 from glm5.tasks.cc_bench.checks import CheckItem, Do
 
@@ -46,35 +46,39 @@ class ScriptedItem:
             said = "\n".join(("Plan:", *lines, f"Step 1 of {len(steps)}."))
             return _calling(said, steps[0].tool, steps[0].arguments)
         step, result = steps[done - 1], unquoted(results[-1])
-        shown = re.search(step.shows, result)
-        lacking = re.search(step.lacks, result) if step.lacks else None
         failed = results[-1].startswith(f"BEGIN {FAILED} ")
         said = "The call failed." if failed else compared(step, result) or f"Step {done} asks nothing."
-        if failed or shown is None or lacking is not None:
+        if failed or not _holds(step, result):
+            lacking = re.search(step.lacks, result) if step.lacks else None
             where = lacking.end() if lacking else _nearest(_parts(step.shows)[0], result)[1]
             reason = f"after step {done} of {len(steps)}, {step.tool}: {said}"
-            return _verdict(said, False, _line(result, where), reason)
+            return _verdict(said, False, _quote(result, where), reason)
         if done < len(steps):
             said = f"{said} Step {done + 1} of {len(steps)}."
             return _calling(said, steps[done].tool, steps[done].arguments)
-        return _verdict(said, True, _line(result, shown.end()), "the script ended as it should")
+        shown = re.search(step.shows, result)
+        return _verdict(said, True, _quote(result, shown.end() if shown else 0), "the script ended as it should")
 
 
 def compared(step: Do, result: str) -> str:
-    """What a step asks of its result, and what there is: the same words if it holds, others if not. "" if it asks
+    """What a step asks of its result, the lines of it that come nearest, and whether that is enough. "" if it asks
     nothing."""
     said = []
     if step.shows:
-        wanted = there = _wanted(step.shows)
-        if re.search(step.shows, result) is None:
-            near = [_nearest(part, result) for part in _parts(step.shows)]
-            ends = sorted((end, text) for text, end in near if text)
-            there = " ... ".join(text for _, text in ends) or "nothing"
-        said.append(f"Expected: {wanted}. There is: {there}.")
+        near = [_nearest(part, result) for part in _parts(step.shows)]
+        there = " ... ".join(dict.fromkeys(line for line, _ in sorted(near, key=lambda one: one[1]) if line))
+        said.append(f"Expected: {_wanted(step.shows)}. There is: {there or 'nothing'}.")
     if step.lacks:
         found = re.search(step.lacks, result)
-        said.append(f"Not expected: {_plain(step.lacks)}. There is: {found[0] if found else 'nothing'}.")
+        there = _named(_line(result, found.end())) if found else "nothing"
+        said.append(f"Not expected: {_plain(step.lacks)}. There is: {there}.")
+    if said:
+        said.append("It holds." if _holds(step, result) else "It does not hold.")
     return " ".join(said)
+
+
+def _holds(step: Do, result: str) -> bool:
+    return re.search(step.shows, result) is not None and not (step.lacks and re.search(step.lacks, result))
 
 
 def _told(step: Do) -> str:
@@ -101,16 +105,19 @@ def _plain(pattern: str) -> str:
 
 
 def _nearest(part: str, result: str) -> tuple[str, int]:
-    """What fits a part of a pattern, or else the line most like it, "" if none is; and where that ends."""
-    wanted = _plain(part)
+    """The line with what fits a part of a pattern, or else the line most like it ("" if none is); and where it ends."""
     if (found := re.search(part, result)) is not None:
-        return wanted, found.end()
-    lines = list(re.finditer(r"[^\n]+", result))
+        return _named(_line(result, found.end())), found.end()
+    wanted, lines = _plain(part), list(re.finditer(r"[^\n]+", result))
     alike = [difflib.SequenceMatcher(None, wanted, line[0]).ratio() for line in lines]
     if max(alike, default=0.0) < LEAST_ALIKE:
         return "", 0
     best = lines[alike.index(max(alike))]
-    return best[0].strip().removeprefix("- ")[:MOST_LINE], best.end()
+    return _named(best[0]), best.end()
+
+
+def _named(line: str) -> str:
+    return line.strip().removeprefix("- ")[:MOST_LINE]
 
 
 def scripted_judge(concurrency: int = 2) -> FrontendJudge:
@@ -118,10 +125,15 @@ def scripted_judge(concurrency: int = 2) -> FrontendJudge:
 
 
 def _line(text: str, at: int) -> str:
-    """The line that ends at or holds the character before `at`, or the first line long enough for a quote."""
+    """The line that ends at or holds the character before `at`."""
     begin = text.rfind("\n", 0, max(at, 1)) + 1
-    line = text[begin:].split("\n", 1)[0].strip()
-    return line if len(line) >= 4 else " ".join(text.split())[:200]
+    return text[begin:].split("\n", 1)[0].strip()
+
+
+def _quote(text: str, at: int) -> str:
+    """Evidence: that line, or all if it is too short for a quote."""
+    line = _line(text, at)
+    return line if len(line) >= LEAST_EVIDENCE else " ".join(text.split())[:200]
 
 
 def _verdict(said: str, passed: bool, evidence: str, reason: str) -> Reply:

@@ -25,7 +25,7 @@ VISIBLE_TESTS = 3
 MOST_CODE_BYTES = 80
 MOST_CALLS = 4  # per message
 MOST_MALFORMED = 2
-BLOCK = 32  # problems per sandbox run that evaluates their listed programs
+BLOCK = 32  # problems whose listed programs are evaluated together
 
 
 @dataclass(frozen=True)
@@ -233,10 +233,10 @@ class BugfixFamily(Family):
 
     def _prepare(self, split: str, block: int) -> None:
         """Evaluate the listed programs of a block of consecutive problems, once. They cover most programs of a policy
-        and all of a demonstration, at a hundredth of the cost of one sandbox per program."""
+        and all of a demonstration."""
         if (split, block) not in self._prepared:
             problems = [self.problem(split, index) for index in range(block * BLOCK, (block + 1) * BLOCK)]
-            self.judge.prefill((text, p.function, p.cases) for p in problems for text in p.programs)
+            self.judge.prefill_own((text, p.function, p.cases) for p in problems for text in p.programs)
             self._prepared.add((split, block))
 
     def _make(self, prepare: Callable[[], None], rng: random.Random, name: str) -> BugfixProblem:

@@ -31,7 +31,7 @@ LEAST_HIDDEN = 3  # minimum number of distinct values over the hidden arguments
 LEAST_VALUES = 4  # minimum number of distinct values over twelve arguments
 MOST_WANTED = 2500  # characters of all expected values as JSON; the judge reads at most 4096 per program
 MOST_CODE_BYTES = 4000
-BLOCK = 32  # problems per sandbox run that evaluates their model solutions
+BLOCK = 32  # problems whose model solutions are evaluated together
 FENCE = re.compile(r"```[a-z]*\n(.*?)```", re.DOTALL)
 
 
@@ -208,10 +208,10 @@ class CodeFamily(Family):
         return draw(functools.partial(self._make, split, prepare), self.name, self.seed, split, index)
 
     def _prepare(self, split: str, block: int) -> None:
-        """Evaluate the model solutions of consecutive problems in one sandbox run, for demonstrations."""
+        """Evaluate the model solutions of consecutive problems, for demonstrations."""
         if (split, block) not in self._prepared:
             problems = [self.problem(split, index) for index in range(block * BLOCK, (block + 1) * BLOCK)]
-            self.judge.prefill((problem.chain.program, NAME, problem.cases) for problem in problems)
+            self.judge.prefill_own((problem.chain.program, NAME, problem.cases) for problem in problems)
             self._prepared.add((split, block))
 
     def _make(self, split: str, prepare: Callable[[], None], rng: random.Random, name: str) -> CodeProblem:

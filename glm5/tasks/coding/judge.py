@@ -211,6 +211,15 @@ class Judge:
         with self._running:
             self._run(missing)
 
+    def prefill_own(self, jobs: Iterable[tuple[str, str, Sequence[Case]]]) -> None:
+        """Evaluate programs that this package wrote, never others: here instead of in a sandbox, which takes a hundred
+        times as long for the same values."""
+        for key in dict.fromkeys(_key(*job) for job in jobs):
+            with self._lock:
+                known = key in self._memo or key in self._open
+            if not known and (values := _own_values(*key)) is not None:
+                self._keep(key, values)
+
     def _run(self, batch: Mapping[Key, Future[list[Any]]]) -> None:
         """Evaluate what is unknown. If a run ends early, its answers are kept, the program that was running is tried
         alone, and the others continue without it. If the sandbox fails, the remaining futures stay unset."""
@@ -236,9 +245,13 @@ class Judge:
         future.set_result(values)
         with self._lock:
             self._open.pop(key, None)
-            if lasting:
-                kept = json.dumps(values)
-                self._memo.put(key, kept, sum(map(sys.getsizeof, (key[0], *key[2], kept))))
+        if lasting:
+            self._keep(key, values)
+
+    def _keep(self, key: Key, values: list[Any]) -> None:
+        kept = json.dumps(values)
+        with self._lock:
+            self._memo.put(key, kept, sum(map(sys.getsizeof, (key[0], *key[2], kept))))
 
     def _evaluate(self, keys: Sequence[Key]) -> tuple[list[list[Any]], SandboxResult]:
         """The values of the first keys, as many as the run completed, and the run's result."""
@@ -265,6 +278,19 @@ class Judge:
                 same = _same(got, case.want)
                 complaints.append(None if same else f"{call}={repr(got)[:20]} want {case.want!r}")
         return complaints
+
+
+def _own_values(program: str, name: str, cases: Sequence[str]) -> list[list[Any]] | None:
+    """What the harness says of a program that can be trusted; None for values that are too large for it."""
+    space: dict[str, Any] = {"__name__": "solution"}
+    exec(compile(program, "solution", "exec"), space)
+    lines = []
+    for case in cases:
+        try:
+            lines.append(json.dumps(["value", space[name](*json.loads(case))]))
+        except Exception as error:
+            lines.append(json.dumps(["error", type(error).__name__]))
+    return [_read_pair(line) for line in lines] if sum(map(len, lines)) + len(lines) <= MOST_BYTES else None
 
 
 def _read_values(stdout: str, counts: Sequence[int]) -> list[list[Any]]:

@@ -154,7 +154,8 @@ def test_the_scripted_judge() -> None:
     assert (bad.verdict, bad.evidence) == ("fail", "- alert: no")
     wrong = judged("page one", "page\n- text: 1 open", "page\n- heading\n- text: 1 open")
     assert (wrong.verdict, wrong.evidence) == ("fail", "- text: 1 open")
-    assert wrong.reason.startswith("after step 3 of 3, click: Expected: 2 open. There is: text: 1 open.")
+    said = "Expected: 2 open. There is: text: 1 open. Not expected: alert. There is: nothing. It does not hold."
+    assert wrong.reason == f"after step 3 of 3, click: {said}"
     assert judged("page one", "- text: 11 open", "x").verdict == "fail"
     assert judged("error: a title", "error: 1 open", "error: 2 open").verdict == "pass"
     crashed = Shows({"open": "page one", "look": "- text: 1 open", "click": "- text: 2 open"}, fails=["open"])
@@ -165,14 +166,20 @@ def test_the_scripted_judge() -> None:
     ("shows", "lacks", "result", "said"),
     [
         ("", "", "page", ""),
-        (r"Total: 3\.5\b", "", "Total: 3.5 in all", "Expected: Total: 3.5. There is: Total: 3.5."),
-        (r"Total: 3\.5\b", "", '- p: "Total: 3.51"', 'Expected: Total: 3.5. There is: p: "Total: 3.51".'),
-        ("(?s)Ada.*Ben", "", "Ben\nAda", "Expected: Ada ... Ben. There is: Ben ... Ada."),
-        ("(?s)Ada.*Ben", "", "Ben\nAda\nBen", "Expected: Ada ... Ben. There is: Ada ... Ben."),
-        ("Ada", "", "xyz", "Expected: Ada. There is: nothing."),
-        ("", "Al.|Zoe", "no\nAlf", "Not expected: Al.|Zoe. There is: Alf."),
-        ("no", "Alf", "no", "Expected: no. There is: no. Not expected: Alf. There is: nothing."),
-        (r"box: [\d.]+, 136\b", "", "box: 1.5, 136", "Expected: box: N, 136. There is: box: N, 136."),
+        (r"Total: 3\.5\b", "", "- Total: 3.5 in all", "Expected: Total: 3.5. There is: Total: 3.5 in all. It holds."),
+        (
+            r"Total: 3\.5\b",
+            "",
+            '- p: "Total: 3.51"',
+            'Expected: Total: 3.5. There is: p: "Total: 3.51". It does not hold.',
+        ),
+        ("(?s)Ada.*Ben", "", "Ben\nAda", "Expected: Ada ... Ben. There is: Ben ... Ada. It does not hold."),
+        ("(?s)Ada.*Ben", "", "- Ada\n- Ben 2", "Expected: Ada ... Ben. There is: Ada ... Ben 2. It holds."),
+        ("(?s)Ada.*Ben", "", "Ada and Ben", "Expected: Ada ... Ben. There is: Ada and Ben. It holds."),
+        ("Ada", "", "xyz", "Expected: Ada. There is: nothing. It does not hold."),
+        ("", "Al.|Zoe", "no\nAlf 3", "Not expected: Al.|Zoe. There is: Alf 3. It does not hold."),
+        ("no", "Alf", "not yet", "Expected: no. There is: not yet. Not expected: Alf. There is: nothing. It holds."),
+        (r"box: [\d.]+, 136\b", "", "box: 1.5, 136", "Expected: box: N, 136. There is: box: 1.5, 136. It holds."),
     ],
 )
 def test_what_the_scripted_judge_says(shows: str, lacks: str, result: str, said: str) -> None:
