@@ -106,15 +106,19 @@ def test_answers_with_tool_calls_earn_nothing_and_bare_programs_do() -> None:
 
 
 @needs_sandbox
-def test_a_block_of_references_takes_one_sandbox() -> None:
-    judge = Judge(default_judge()._sandbox)
+def test_references_take_no_sandbox_and_have_its_values() -> None:
+    judge, alone = Judge(default_judge()._sandbox), Judge(default_judge()._sandbox)
     family = CodeFamily(seed=8, judge=judge)
     for index in range(32):
         problem = family.problem("train", index)
         env = problem.env()
         env.start()
         assert env.step(problem.demonstration(index)[-1]).reward == 1.0
-    assert judge.runs == 1
+    problems = [family.problem("train", index) for index in range(32)]
+    jobs = [(problem.chain.program, NAME, problem.cases) for problem in problems]
+    alone.prefill(jobs)
+    assert [judge.values(*job) for job in jobs] == [alone.values(*job) for job in jobs]
+    assert (judge.runs, alone.runs) == (0, 1)
 
 
 def test_sandbox_failure_is_no_verdict() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,49 +47,61 @@ class ScriptedItem:
             return _calling(said, steps[0].tool, steps[0].arguments)
         step, result = steps[done - 1], unquoted(results[-1])
         failed = results[-1].startswith(f"BEGIN {FAILED} ")
-        said = "The call failed." if failed else compared(step, result) or f"Step {done} asks nothing."
-        if failed or not _holds(step, result):
-            lacking = re.search(step.lacks, result) if step.lacks else None
-            where = lacking.end() if lacking else _nearest(_parts(step.shows)[0], result)[1]
+        found = [] if failed else list(compared(step, result))
+        said = " ".join(str(one) for one in found) or ("The call failed." if failed else f"Step {done} asks nothing.")
+        decisive = next((one.line for one in reversed(found) if one.line), "")
+        if failed or not all(one.holds for one in found):
             reason = f"after step {done} of {len(steps)}, {step.tool}: {said}"
-            return _verdict(said, False, _quote(result, where), reason)
+            return _verdict(said, False, _quote(decisive, result), reason)
         if done < len(steps):
             said = f"{said} Step {done + 1} of {len(steps)}."
             return _calling(said, steps[done].tool, steps[done].arguments)
-        shown = re.search(step.shows, result)
-        return _verdict(said, True, _quote(result, shown.end() if shown else 0), "the script ended as it should")
+        return _verdict(said, True, _quote(decisive, result), "the script ended as it should")
 
 
-def compared(step: Do, result: str) -> str:
-    """What a step asks of its result, the lines of it that come nearest, and whether that is enough. "" if it asks
-    nothing."""
-    said = []
-    if step.shows:
-        near = [_nearest(part, result) for part in _parts(step.shows)]
-        there = " ... ".join(dict.fromkeys(line for line, _ in sorted(near, key=lambda one: one[1]) if line))
-        said.append(f"Expected: {_wanted(step.shows)}. There is: {there or 'nothing'}.")
+@dataclass(frozen=True)
+class Comparison:
+    """What is asked of a result, the line of it that decides, "" if none comes near, and whether it is as asked."""
+
+    asked: str
+    line: str
+    holds: bool
+    early: bool = False
+
+    def __str__(self) -> str:
+        said = "yes" if self.holds else "too early" if self.early else "no"
+        return f"{self.asked}: {_named(self.line) or 'nothing'}, {said}."
+
+
+def compared(step: Do, result: str) -> Iterator[Comparison]:
+    """What a step asks of its result, part by part, up to the first that does not hold."""
+    whole, at = re.search(step.shows, result), 0
+    parts = _parts(step.shows) if step.shows else []
+    for number, part in enumerate(parts, start=1):
+        found = re.compile(part).search(result, at)
+        holds = whole is not None or (found is not None and number < len(parts))
+        before = None if holds or found else re.search(part, result)
+        near = found or before
+        line = _line(result, near.end()) if near else _nearest(part, result)
+        yield Comparison(_asked(part), line, holds, before is not None)
+        if not holds:
+            return
+        at = found.end() if found else at
     if step.lacks:
         found = re.search(step.lacks, result)
-        there = _named(_line(result, found.end())) if found else "nothing"
-        said.append(f"Not expected: {_plain(step.lacks)}. There is: {there}.")
-    if said:
-        said.append("It holds." if _holds(step, result) else "It does not hold.")
-    return " ".join(said)
-
-
-def _holds(step: Do, result: str) -> bool:
-    return re.search(step.shows, result) is not None and not (step.lacks and re.search(step.lacks, result))
+        line = _line(result, found.end()) if found else ""
+        yield Comparison(f"Not expected {_plain(step.lacks)}", line, found is None)
 
 
 def _told(step: Do) -> str:
     """A step of a plan: the call, and what it asks of the result in the words of `compared`."""
-    wanted = [f"Expected: {_wanted(step.shows)}."] if step.shows else []
-    wanted += [f"Not expected: {_plain(step.lacks)}."] if step.lacks else []
+    wanted = [f"{_asked(part)}." for part in _parts(step.shows)] if step.shows else []
+    wanted += [f"Not expected {_plain(step.lacks)}."] if step.lacks else []
     return " ".join((step.tool, *map(str, step.arguments.values()), *wanted))
 
 
-def _wanted(pattern: str) -> str:
-    return " ... ".join(map(_plain, _parts(pattern)))
+def _asked(part: str) -> str:
+    return f"Expected {_plain(part)}"
 
 
 def _parts(pattern: str) -> list[str]:
@@ -104,16 +116,12 @@ def _plain(pattern: str) -> str:
     return re.sub(r"\\(.)", r"\1", pattern)
 
 
-def _nearest(part: str, result: str) -> tuple[str, int]:
-    """The line with what fits a part of a pattern, or else the line most like it ("" if none is); and where it ends."""
-    if (found := re.search(part, result)) is not None:
-        return _named(_line(result, found.end())), found.end()
-    wanted, lines = _plain(part), list(re.finditer(r"[^\n]+", result))
-    alike = [difflib.SequenceMatcher(None, wanted, line[0]).ratio() for line in lines]
-    if max(alike, default=0.0) < LEAST_ALIKE:
-        return "", 0
-    best = lines[alike.index(max(alike))]
-    return _named(best[0]), best.end()
+def _nearest(part: str, result: str) -> str:
+    """The line most like a part of a pattern, "" if none is."""
+    wanted, lines = _plain(part), re.findall(r"[^\n]+", result)
+    alike = [difflib.SequenceMatcher(None, wanted, line).ratio() for line in lines]
+    best = max(alike, default=0.0)
+    return lines[alike.index(best)].strip() if best >= LEAST_ALIKE else ""
 
 
 def _named(line: str) -> str:
@@ -130,9 +138,8 @@ def _line(text: str, at: int) -> str:
     return text[begin:].split("\n", 1)[0].strip()
 
 
-def _quote(text: str, at: int) -> str:
-    """Evidence: that line, or all if it is too short for a quote."""
-    line = _line(text, at)
+def _quote(line: str, text: str) -> str:
+    """Evidence: a line, or all of the text's beginning if it is too short for a quote."""
     return line if len(line) >= LEAST_EVIDENCE else " ".join(text.split())[:200]
 
 
