@@ -6,9 +6,7 @@
 Without a URL the scripted judge decides. The table has agreement per check-item with an interval that knows that items
 of a page go together, how often a judge passes what is broken and fails what works, and items without a verdict. With
 `--demonstrations` nothing is measured: the scripted judge's sessions on other task numbers become conversations in
-DIR/train.jsonl with as many failed as passed items, on which `glm5 pipeline recipes/frontend-judge.toml` trains a small
-model to be a judge. DIR/short.jsonl has them without what is the same in all, the instructions and the tools: a step
-of training on them sees twice as many sessions.
+DIR/train.jsonl with as many failed as passed items, on which `glm5 sft` trains a small model to be a judge.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +99,9 @@ def demonstrate(folder: Path, numbers: int, workers: int) -> None:
     choice.shuffle(rows)
     folder.mkdir(parents=True, exist_ok=True)
     count = write_conversations(folder / "train.jsonl", rows)
-    write_conversations(folder / "short.jsonl", [replace(row, messages=row.messages[1:], tools=()) for row in rows])
     texts = [{"text": _text(row, with_tools=number % 10 == 0)} for number, row in enumerate(rows)]
     (folder / "texts.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts), encoding="utf-8")
-    print(f"{count} conversations, half of them of items that fail: {folder / 'train.jsonl'}, short.jsonl, texts.jsonl")
+    print(f"{count} conversations, half of them of items that fail: {folder / 'train.jsonl'}, texts.jsonl")
 
 
 def _sessions(page: tuple[FrontendTask, str, Project], wanted: Sequence[int]) -> list[Conversation]:
