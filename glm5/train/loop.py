@@ -80,6 +80,11 @@ class StageIO:
     ranks: Ranks = field(default_factory=Ranks)
     show: Callable[[View | None], None] = lambda view: None
 
+    @property
+    def state(self) -> Path:
+        """Folder of the saved states."""
+        return self.folder / "state"
+
 
 def build_optimizer(model: nn.Module, config: OptimConfig, trainable: Trainable = lambda name: True) -> Muon:
     """Muon (with Muon Split) and AdamW over the trainable parameters; a config of kind "adamw" uses AdamW for all."""
@@ -179,7 +184,7 @@ class Trainer:
         )
         self.optimizer.group = self.ranks.stage_group
         self.clipped = sorted(self.ranks.union({name: None for name, part in self._clipped_apart().items() if part}))
-        self.saver = StateSaver(self.state, self.ranks)
+        self.saver = StateSaver(self.io.state, self.ranks)
         self.optimizer.watch_updates = True
         compile_layers(self._computing, stage.compile)
         self.offloads = stage.offload and has_device_memory(self.model)
@@ -189,14 +194,9 @@ class Trainer:
         self._began = time.perf_counter()
         self.last: dict[str, float] = {}
 
-    @property
-    def state(self) -> Path:
-        """Folder of the saved states."""
-        return self.io.folder / "state"
-
     def resume(self) -> int:
         """Restore the stage's own state; returns the number of finished steps, 0 without a state."""
-        done, extra = load_state(self.state, self.model, self.optimizer, ranks=self.ranks) or (0, {})
+        done, extra = load_state(self.io.state, self.model, self.optimizer, ranks=self.ranks) or (0, {})
         self.skipped, self.last = int(extra.get("skipped", 0)), dict(extra.get("numbers", {}))
         self.tokens_seen, self.seconds = int(extra.get("tokens_seen", 0)), float(extra.get("seconds", 0.0))
         self.health.recent.extend(map(float, extra.get("recent_losses", [])))

@@ -185,7 +185,7 @@ def _same_data(io: StageIO, info: CacheInfo) -> None:
     """Write counts and hash of the rows to `rows.json`. Raises DataError for a resumed stage that began with other
     rows."""
     path, text = io.folder / "rows.json", json.dumps({**vars(info.counts), "sha256": info.sha256}, indent=1) + "\n"
-    if path.exists() and path.read_text(encoding="utf-8") != text and (io.folder / "state").exists():
+    if path.exists() and path.read_text(encoding="utf-8") != text and io.state.exists():
         raise DataError(
             f"{io.name}: the data changed since the stage began ({path} differs); restore it, or delete {io.folder}."
         )

@@ -418,7 +418,7 @@ def refuse(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     except Glm5Error as error:
         said = f"{type(error).__name__}: {error}"
     checkpoint.write_pieces = real
-    left = sorted(p.name for p in trainer.state.iterdir())
+    left = sorted(p.name for p in trainer.io.state.iterdir())
     found = {"said": ranks.gather(said), "left": left, "resumed": trainer.resume()}
     written = fsdp.write_rows
     if ranks.rank == ranks.world - 1:
@@ -522,6 +522,20 @@ class Recorded:
         return 0.0
 
 
+def stopping(task: dict[str, Any], ranks: Ranks) -> tuple[StageIO, list[dict[str, float]]]:
+    """The inputs and outputs of a stage that is interrupted after `stop` updates, and the numbers of those."""
+    seen: list[dict[str, float]] = []
+
+    def advance(n: int, numbers: dict[str, float]) -> None:
+        seen.extend([numbers] if numbers else [])
+        if len(seen) == task.get("stop"):
+            raise KeyboardInterrupt
+
+    folder = Path(task["out"]) / "00-rl"
+    folder.mkdir(parents=True, exist_ok=True)
+    return StageIO("rl", folder, NullMetrics(), advance, ranks), seen
+
+
 def live(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """A live stage on recorded rollouts; stops after `stop` updates, or goes on from the state that is there. With
     `breaks`, the last rank fails in the update after that many."""
@@ -547,16 +561,7 @@ def live(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
         optim={"steps": len(batches), "lr": 1e-3, "save_every": 2}, max_staleness=len(batches), row_length=24,
         max_context=64, record=True,
     )  # fmt: skip
-    seen: list[dict[str, float]] = []
-
-    def advance(n: int, numbers: dict[str, float]) -> None:
-        seen.extend([numbers] if numbers else [])
-        if len(seen) == task.get("stop"):
-            raise KeyboardInterrupt
-
-    folder = Path(task["out"]) / "00-rl"
-    folder.mkdir(parents=True, exist_ok=True)
-    io = StageIO("rl", folder, NullMetrics(), advance, ranks)
+    io, seen = stopping(task, ranks)
     model = ranks.load(Path(task["start"]))
     launch, algorithm = Launch(transport="disk"), AgenticRL(config)
 
@@ -574,7 +579,7 @@ def live(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
         ranks.wait()
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
-    left = sorted(p.name for p in folder.iterdir())
+    left = sorted(p.name for p in io.folder.iterdir())
     return {"told": Recorded.told, "numbers": seen, "said": said, "left": left}
 
 
@@ -594,20 +599,13 @@ def logical(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     }  # fmt: skip
     config = STAGES[task["options"]["kind"]].model_validate(fields | task["options"])
     algorithm = stage_algorithm(config)
-    real, seen = algorithm.samples, []
+    real = algorithm.samples
 
     def samples(groups: Any) -> Any:
         return real([[replace(t, reward=float(sum(t.turns[-1].output_ids) % 2)) for t in group] for group in groups])
 
-    def advance(n: int, numbers: dict[str, float]) -> None:
-        seen.extend([numbers] if n == 1 and numbers else [])
-        if len(seen) == task.get("stop"):
-            raise KeyboardInterrupt
-
     algorithm.samples = samples  # type: ignore[method-assign]
-    folder = Path(task["out"]) / "00-rl"
-    folder.mkdir(parents=True, exist_ok=True)
-    io = StageIO("rl", folder, NullMetrics(), advance, ranks)
+    io, seen = stopping(task, ranks)
     model, tokenizer = ranks.load(Path(task["start"])), Tokenizer.byte_level()
     algorithm.prepare(StageStart(model, tokenizer, io, Path))
     driver = LogicalDriver(model, tokenizer, config, algorithm, io, 0)
@@ -624,7 +622,7 @@ def logical(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
         driver.run()
     except KeyboardInterrupt:
         ranks.wait()
-    rows = [json.loads(line) for line in (folder.parent / replay.FILE).read_text(encoding="utf-8").splitlines()]
+    rows = [json.loads(line) for line in (io.folder.parent / replay.FILE).read_text(encoding="utf-8").splitlines()]
     return {
         "numbers": seen, "agreement": vars(driver.learner.agreement), "rows": rows, "played": ranks.gather(played[0]),
         "engines": ranks.gather(digest(engine.model)),

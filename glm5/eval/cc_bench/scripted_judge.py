@@ -70,7 +70,7 @@ class Comparison:
 
     def __str__(self) -> str:
         said = "yes" if self.holds else "too early" if self.early else "no"
-        return f"{self.asked}: {_named(self.line) or 'nothing'}, {said}."
+        return f"{self.asked}: {self.line.removeprefix('- ')[:MOST_LINE] or 'nothing'}, {said}."
 
 
 def compared(step: Do, result: str) -> Iterator[Comparison]:
@@ -90,18 +90,22 @@ def compared(step: Do, result: str) -> Iterator[Comparison]:
     if step.lacks:
         found = re.search(step.lacks, result)
         line = _line(result, found.end()) if found else ""
-        yield Comparison(f"Not expected {_plain(step.lacks)}", line, found is None)
+        yield Comparison(_unasked(step.lacks), line, found is None)
 
 
 def _told(step: Do) -> str:
     """A step of a plan: the call, and what it asks of the result in the words of `compared`."""
     wanted = [f"{_asked(part)}." for part in _parts(step.shows)] if step.shows else []
-    wanted += [f"Not expected {_plain(step.lacks)}."] if step.lacks else []
+    wanted += [f"{_unasked(step.lacks)}."] if step.lacks else []
     return " ".join((step.tool, *map(str, step.arguments.values()), *wanted))
 
 
 def _asked(part: str) -> str:
     return f"Expected {_plain(part)}"
+
+
+def _unasked(pattern: str) -> str:
+    return f"Not expected {_plain(pattern)}"
 
 
 def _parts(pattern: str) -> list[str]:
@@ -124,10 +128,6 @@ def _nearest(part: str, result: str) -> str:
     return lines[alike.index(best)].strip() if best >= LEAST_ALIKE else ""
 
 
-def _named(line: str) -> str:
-    return line.strip().removeprefix("- ")[:MOST_LINE]
-
-
 def scripted_judge(concurrency: int = 2) -> FrontendJudge:
     return FrontendJudge(lambda task, item: ScriptedItem(item), concurrency)
 
@@ -140,7 +140,7 @@ def _line(text: str, at: int) -> str:
 
 def _quote(line: str, text: str) -> str:
     """Evidence: a line, or all of the text's beginning if it is too short for a quote."""
-    return line if len(line) >= LEAST_EVIDENCE else " ".join(text.split())[:200]
+    return line if len(line) >= LEAST_EVIDENCE else " ".join(text.split())[:MOST_LINE]
 
 
 def _verdict(said: str, passed: bool, evidence: str, reason: str) -> Reply:

@@ -30,8 +30,6 @@ from glm5.train.checkpoint import load_state, save_state
 from glm5.train.loop import StageIO
 
 _log = get_logger(__name__)
-STATE = "state"
-"""Folder of a stage's last state, in the stage's folder."""
 
 
 class Driver:
@@ -78,7 +76,7 @@ class Driver:
 
     def _load(self) -> tuple[int, dict[str, float]]:
         """Load the stage's last state: its number of updates and its last metrics."""
-        found = load_state(self.io.folder / STATE, self.learner.model, self.learner.optimizer, ranks=self.ranks)
+        found = load_state(self.io.state, self.learner.model, self.learner.optimizer, ranks=self.ranks)
         done, extra = found or (0, {})
         if done:
             self._restore(done, extra)
@@ -91,9 +89,8 @@ class Driver:
     def _save(self, numbers: dict[str, float]) -> None:
         """Save the stage's state; `numbers` are the last metrics."""
         learner, state = self.learner, self._state(numbers)
-        save_state(
-            self.io.folder / STATE, learner.model, learner.optimizer, self.controller.version, state, ranks=self.ranks
-        )
+        version, ranks = self.controller.version, self.ranks
+        save_state(self.io.state, learner.model, learner.optimizer, version, state, ranks=ranks)
 
     def _keep(self, groups: list[list[Trajectory]]) -> None:
         """Write down the batch of the next update, if the recipe says so."""

@@ -212,13 +212,14 @@ class Judge:
             self._run(missing)
 
     def prefill_own(self, jobs: Iterable[tuple[str, str, Sequence[Case]]]) -> None:
-        """Evaluate programs that this package wrote, never others: here instead of in a sandbox, which takes a hundred
-        times as long for the same values."""
+        """Evaluate programs that this package wrote, never others: here instead of in a sandbox, which takes many times
+        as long for the same values."""
         for key in dict.fromkeys(_key(*job) for job in jobs):
             with self._lock:
                 known = key in self._memo or key in self._open
             if not known and (values := _own_values(*key)) is not None:
-                self._keep(key, values)
+                with self._lock:
+                    self._keep(key, values)
 
     def _run(self, batch: Mapping[Key, Future[list[Any]]]) -> None:
         """Evaluate what is unknown. If a run ends early, its answers are kept, the program that was running is tried
@@ -245,13 +246,13 @@ class Judge:
         future.set_result(values)
         with self._lock:
             self._open.pop(key, None)
-        if lasting:
-            self._keep(key, values)
+            if lasting:
+                self._keep(key, values)
 
     def _keep(self, key: Key, values: list[Any]) -> None:
+        """Call with the lock held."""
         kept = json.dumps(values)
-        with self._lock:
-            self._memo.put(key, kept, sum(map(sys.getsizeof, (key[0], *key[2], kept))))
+        self._memo.put(key, kept, sum(map(sys.getsizeof, (key[0], *key[2], kept))))
 
     def _evaluate(self, keys: Sequence[Key]) -> tuple[list[list[Any]], SandboxResult]:
         """The values of the first keys, as many as the run completed, and the run's result."""
