@@ -106,7 +106,7 @@ def test_answers_with_tool_calls_earn_nothing_and_bare_programs_do() -> None:
 
 
 @needs_sandbox
-def test_references_take_no_sandbox_and_have_its_values() -> None:
+def test_references_share_a_run_and_have_the_values_of_children() -> None:
     judge, alone = Judge(default_judge()._sandbox), Judge(default_judge()._sandbox)
     family = CodeFamily(seed=8, judge=judge)
     for index in range(32):
@@ -118,7 +118,7 @@ def test_references_take_no_sandbox_and_have_its_values() -> None:
     jobs = [(problem.chain.program, NAME, problem.cases) for problem in problems]
     alone.prefill(jobs)
     assert [judge.values(*job) for job in jobs] == [alone.values(*job) for job in jobs]
-    assert (judge.runs, alone.runs) == (0, 1)
+    assert (judge.runs, alone.runs) == (1, 1)
 
 
 def test_sandbox_failure_is_no_verdict() -> None:

@@ -439,11 +439,12 @@ def test_values_are_remembered_per_program_and_cases() -> None:
 
 
 @needs_sandbox
-def test_demonstrations_take_no_sandbox_and_have_its_values() -> None:
+def test_demonstrations_share_a_run_and_have_the_values_of_children() -> None:
     judge = Judge(default_judge()._sandbox)
     family = BugfixFamily(seed=8, judge=judge)
     for index in range(32):
         family.problem("train", index).demonstration(index)
+    assert judge.runs == 1
     problems = [family.problem("train", index) for index in range(32)]
     jobs = [(program, p.function, p.cases) for p in problems for program in p.programs]
     odd = [
@@ -451,6 +452,8 @@ def test_demonstrations_take_no_sandbox_and_have_its_values() -> None:
         "def f(x): return {1, 2}",
         "def f(x): raise KeyError(x)",
         "def f(x): return x / 0",
+        "def g(x): return x",
+        "def f(x) return x",
     ]
     jobs += [(program, "f", (Case((2,), 2), Case((5,), 5))) for program in odd]
     judge.prefill_own(jobs)
@@ -458,7 +461,9 @@ def test_demonstrations_take_no_sandbox_and_have_its_values() -> None:
     alone.prefill(jobs)
     for job in jobs:
         assert judge.values(*job) == alone.values(*job), job[0]
-    assert judge.runs == alone.runs == 1  # for what is too large to keep
+    assert (judge.runs, alone.runs) == (2, 1)
+    judge.prefill_own([("def f(x):\n    while x: pass", "f", [Case((1,), 1)])])
+    assert judge.values(*jobs[0]) == alone.values(*jobs[0])
 
 
 class BrokenSandbox:
