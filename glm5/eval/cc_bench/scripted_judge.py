@@ -6,7 +6,6 @@ no judge of a policy that is not trusted."""
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,10 +18,12 @@ from glm5.records import Message, ToolCall
 from glm5.tasks.cc_bench.checks import CheckItem, Do
 
 OPEN, LOOK = Do("open", {}), Do("look", {})
-LEAST_ALIKE = 0.4
-"""A line less like what was expected (difflib's ratio) is not named in its place."""
+LEAST_ALIKE = 0.3
+"""A line with a smaller share of the words that were expected is not named in their place."""
 MOST_LINE = 200
 """Characters of a line that is named."""
+_WORD, _ENDS = re.compile(r"\w+"), re.compile(r"\n|; ")
+"""A line ends at a semicolon too: `inspect` tells all of an element's style in one line."""
 
 
 @dataclass(frozen=True)
@@ -121,11 +122,11 @@ def _plain(pattern: str) -> str:
 
 
 def _nearest(part: str, result: str) -> str:
-    """The line most like a part of a pattern, "" if none is."""
-    wanted, lines = _plain(part), re.findall(r"[^\n]+", result)
-    alike = [difflib.SequenceMatcher(None, wanted, line).ratio() for line in lines]
-    best = max(alike, default=0.0)
-    return lines[alike.index(best)].strip() if best >= LEAST_ALIKE else ""
+    """The first line with the most words of a part of a pattern, "" if none has enough."""
+    wanted, lines = set(_WORD.findall(_plain(part))), [line for line in _ENDS.split(result) if line.strip()]
+    alike = [len(wanted.intersection(_WORD.findall(line))) for line in lines]
+    best = max(alike, default=0)
+    return lines[alike.index(best)].strip() if best and best >= LEAST_ALIKE * len(wanted) else ""
 
 
 def scripted_judge(concurrency: int = 2) -> FrontendJudge:
@@ -134,13 +135,14 @@ def scripted_judge(concurrency: int = 2) -> FrontendJudge:
 
 def _line(text: str, at: int) -> str:
     """The line that ends at or holds the character before `at`."""
-    begin = text.rfind("\n", 0, max(at, 1)) + 1
-    return text[begin:].split("\n", 1)[0].strip()
+    begin = max((end.end() for end in _ENDS.finditer(text, 0, max(at - 1, 0))), default=0)
+    return _ENDS.split(text[begin:], maxsplit=1)[0].strip()
 
 
 def _quote(line: str, text: str) -> str:
-    """Evidence: a line, or all of the text's beginning if it is too short for a quote."""
-    return line if len(line) >= LEAST_EVIDENCE else " ".join(text.split())[:MOST_LINE]
+    """Evidence: a line, or if it is too short for a quote the last one of the text that is long enough."""
+    lines = (line, *reversed(text.split("\n")))
+    return next((one.strip() for one in lines if len(one.strip()) >= LEAST_EVIDENCE), " ".join(text.split()))
 
 
 def _verdict(said: str, passed: bool, evidence: str, reason: str) -> Reply:
