@@ -24,7 +24,7 @@ from typing import Any
 
 from glm5.agents.endpoint import Model, Reply
 from glm5.data.sft import Conversation, write_conversations
-from glm5.eval.cc_bench.judge import FAIL, ITEM, PASS, SYSTEM, TOOLS, FrontendJudge
+from glm5.eval.cc_bench.judge import FAIL, PASS, TOOLS, FrontendJudge, asked
 from glm5.eval.cc_bench.scripted_judge import ScriptedItem
 from glm5.records import Message
 from glm5.tasks.cc_bench import page_seeds, page_seeds_data, page_seeds_show  # noqa: F401 - they register the seeds
@@ -108,11 +108,10 @@ class Page:
         if not items:  # no browser for nothing
             return []
         task = frontend_task(self.seed, self.number)
-        html = (task.mutated(self.mutant) if self.mutant else task.page).html("Project").encode()
         heard = {item: Recorded(ScriptedItem(task.items[item])) for item in items}
         left, others = iter(heard.values()), {str(i + 1): PASS for i in range(len(task.items)) if i not in heard}
         judge = FrontendJudge(lambda task, item: next(left))
-        found = judge.verdicts(task, Project({"index.html": html}, {"index.html": html}), others)
+        found = judge.verdicts(task, Project.of_html(task.mutated(self.mutant).html("Project")), others)
         truth = task.truth(self.mutant)
         right = [item for item in items if found[str(item + 1)].verdict == (PASS if truth[item] else FAIL)]
         return [(self, item, Conversation(heard[item].messages, TOOLS, thinking=True)) for item in right]
@@ -122,8 +121,7 @@ def retold(row: Conversation, task: FrontendTask, item: int, given: Mapping[str,
     """A session on the same page under the names of another `task`: results of tools get the new names, the judge's
     words are its own. None if it would judge otherwise."""
     judge = ScriptedItem(task.items[item])
-    asked = ITEM.format(statement=task.statement, item=task.items[item].text)
-    history = [Message("system", SYSTEM), Message("user", asked)]
+    history = asked(task, task.items[item])
     for message in row.messages:
         if message.role == "tool":
             history += [judge.complete(history, []).message, Message("tool", _replaced(message.content, given))]
@@ -196,18 +194,17 @@ def _copies(
                 yield again
 
 
-def _plans(measured: set[str], choice: random.Random) -> Iterator[Conversation]:
+def _plans(measured: Set[str], choice: random.Random) -> Iterator[Conversation]:
     """First turns: they need no browser. All of bar charts, whose plans need sums and products."""
     for number in range(FIRST_PLANNED, FIRST_PLANNED + PLANNED):
         for seed in sorted(PAGES):
             task = frontend_task(seed, number)
-            for at, item in enumerate(task.items) if task.statement not in measured else ():
+            for at in range(len(task.items)) if task.statement not in measured else ():
                 if seed == "bars" or choice.random() < PLANNED_SHARE:
-                    if seed not in KNOWN_NAMES:
-                        task = renamed(seed, number, at, f"plan {number}")[0]
-                        item = task.items[at]
-                    history = [Message("user", ITEM.format(statement=task.statement, item=item.text))]
-                    yield Conversation([*history, ScriptedItem(item).complete(history, []).message], thinking=True)
+                    told = task if seed in KNOWN_NAMES else renamed(seed, number, at, f"plan {number}")[0]
+                    _, question = asked(told, told.items[at])
+                    plan = ScriptedItem(told.items[at]).complete([question], []).message
+                    yield Conversation([question, plan], thinking=True)
 
 
 def _text(row: Conversation, with_tools: bool) -> str:

@@ -31,8 +31,7 @@ def pages(numbers: int) -> Iterator[tuple[FrontendTask, str, Project]]:
         for name in sorted(PAGES):
             task = frontend_task(name, number)
             for mutant in ("", *sorted(task.mutants)):
-                html = (task.mutated(mutant) if mutant else task.page).html("Project").encode()
-                yield task, mutant, Project({"index.html": html}, {"index.html": html})
+                yield task, mutant, Project.of_html(task.mutated(mutant).html("Project"))
 
 
 def measure(judge: FrontendJudge, numbers: int, workers: int, record: Path | None) -> None:

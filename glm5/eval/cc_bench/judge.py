@@ -78,6 +78,12 @@ NUDGE = "Call a tool. The check ends with a call of `verdict`."
 _SPACE = re.compile(r"\s+")
 
 
+def asked(task: FrontendTask, item: CheckItem) -> list[Message]:
+    """The messages with which the check of an item begins: instructions and question."""
+    question = ITEM.format(statement=task.statement, item=item.text)
+    return [Message("system", SYSTEM), Message("user", question)]
+
+
 @dataclass(frozen=True)
 class ItemVerdict:
     """`verdict` is "pass", "fail" or "error"; `evidence` is quoted from a result, `reason` is the judge's, or says what
@@ -110,8 +116,7 @@ class ItemCheck:
 
     def run(self) -> ItemVerdict:
         """Raises EndpointError if the judge's server fails, GradingError if the machine does."""
-        asked = ITEM.format(statement=self.task.statement, item=self.item.text)
-        history, malformed = [Message("system", SYSTEM), Message("user", asked)], 0
+        history, malformed = asked(self.task, self.item), 0
         for _ in range(MOST_TURNS):
             reply = self.model.complete(history, TOOLS, self.on_delta)
             history.append(reply.message)

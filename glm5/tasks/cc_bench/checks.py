@@ -71,7 +71,10 @@ class FrontendTask:
     mutants: Mapping[str, Mutant]
 
     def mutated(self, name: str) -> Page:
-        """Raises ConfigError if the mutant does not change exactly one place."""
+        """The page of a mutant, or the reference (""). Raises ConfigError if the mutant does not change exactly one
+        place."""
+        if not name:
+            return self.page
         mutant, parts = self.mutants[name], asdict(self.page)
         if parts[mutant.part].count(mutant.old) != 1:
             raise ConfigError(f"{self.name}: the mutant {name} fits {parts[mutant.part].count(mutant.old)} places.")

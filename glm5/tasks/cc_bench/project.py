@@ -38,6 +38,12 @@ class Project:
     def built(self) -> bool:
         return bool(self.site.get("index.html", b"").strip())
 
+    @classmethod
+    def of_html(cls, html: str) -> Project:
+        """A page without other files and without a build."""
+        files = {"index.html": html.encode()}
+        return cls(files, files)
+
     def packed(self) -> str:
         """Text for a record."""
         data = io.BytesIO()

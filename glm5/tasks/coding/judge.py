@@ -61,6 +61,14 @@ def load(source, name):
 
 def missing(name):
     raise NameError(name)
+
+def answering(source, name):  # what answers every case, also if there is no such function
+    try:
+        function = load(source, name)
+    except BaseException as error:
+        failed = ["error", type(error).__name__]
+        return lambda *arguments: failed
+    return lambda *arguments: attempt(function, *arguments)
 """
 APART = """
 def be_child(orders, results):
@@ -68,20 +76,16 @@ def be_child(orders, results):
         os.close(descriptor)
         os.open(os.devnull, os.O_RDWR)  # as the same number, the lowest that is free
     resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
-    function = failed = None
+    answer = None
     while size := int(read(orders, WIDTH) or 0):
         data = b""
         while len(data) < size:
             data += read(orders, size - len(data))
         order = loads(data)
-        if function is None and failed is None:
-            try:
-                function = load(*order)
-            except BaseException as error:
-                failed = ["error", type(error).__name__]
+        if answer is None:
+            answer = answering(*order)
         else:
-            answer = failed or attempt(function, *order)
-            write(results, dumps(answer).encode()[:MOST_BYTES] + b"\\n")
+            write(results, dumps(answer(*order)).encode()[:MOST_BYTES] + b"\\n")
 
 def give(orders, start, size):
     os.write(orders, b"%*d" % (WIDTH, size))
@@ -136,19 +140,15 @@ def judge(start, program, cases):
 """
 TOGETHER = """
 def judge(start, program, cases):
-    left, failed = MOST_BYTES, None
-    try:
-        function = load(*loads(os.pread(0, program, start)))
-    except BaseException as error:
-        failed = ["error", type(error).__name__]
+    left, answer = MOST_BYTES, answering(*loads(os.pread(0, program, start)))
     for index, size in enumerate(cases):
         start, program = start + program, size
-        answer = dumps(failed or attempt(function, *loads(os.pread(0, size, start)))).encode()
-        if len(answer) > left:
+        line = dumps(answer(*loads(os.pread(0, size, start)))).encode()
+        if len(line) > left:
             os.write(1, b"\\n" * (len(cases) - index))
             return
-        os.write(1, answer + b"\\n")
-        left -= len(answer) + 1
+        os.write(1, line + b"\\n")
+        left -= len(line) + 1
 """
 EVERY_JOB = """
 os.write(1, b"ready\\n")
@@ -223,10 +223,9 @@ class Judge:
 
     def prefill(self, jobs: Iterable[tuple[str, str, Sequence[Case]]]) -> None:
         """Evaluate many (program, name, cases) in one sandbox run."""
-        keys = dict.fromkeys(_key(*job) for job in jobs)
+        keys = [_key(*job) for job in jobs]
         with self._lock:
-            wanted = [key for key in keys if key not in self._memo and key not in self._open]
-            missing: dict[Key, Future[list[Any]]] = {key: Future() for key in wanted}
+            missing: dict[Key, Future[list[Any]]] = {key: Future() for key in self._unknown(keys)}
             self._open.update(missing)
         with self._running:
             self._run(missing)
@@ -234,15 +233,19 @@ class Judge:
     def prefill_own(self, jobs: Iterable[tuple[str, str, Sequence[Case]]]) -> None:
         """Evaluate programs that this package wrote, never others: in one sandbox run without a child for each, which
         is many times as fast. What such a run does not complete stays unknown."""
-        keys = dict.fromkeys(_key(*job) for job in jobs)
+        keys = [_key(*job) for job in jobs]
         with self._lock:
-            wanted = [key for key in keys if key not in self._memo and key not in self._open]
+            wanted = self._unknown(keys)
         if wanted:
             with self._running:
                 found, _ = self._evaluate(wanted, TOGETHER)
             with self._lock:
                 for key, values in zip(wanted, found, strict=False):
                     self._keep(key, values)
+
+    def _unknown(self, keys: Sequence[Key]) -> list[Key]:
+        """Those without a value that nobody waits for, each once. Call with the lock held."""
+        return [key for key in dict.fromkeys(keys) if key not in self._memo and key not in self._open]
 
     def _run(self, batch: Mapping[Key, Future[list[Any]]]) -> None:
         """Evaluate what is unknown. If a run ends early, its answers are kept, the program that was running is tried

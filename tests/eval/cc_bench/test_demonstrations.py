@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from glm5.data.sft import Conversation
-from glm5.eval.cc_bench.judge import ITEM, SYSTEM, TOOLS
+from glm5.eval.cc_bench.judge import TOOLS, asked
 from glm5.eval.cc_bench.scripted_judge import ScriptedItem
 from glm5.records import Message
 from glm5.tasks.cc_bench.checks import PAGES, frontend_task
@@ -46,8 +46,7 @@ def test_rows_of_a_table_keep_their_order_in_the_alphabet() -> None:
 def session(results: list[str]) -> Conversation:
     """On a carousel, whose item 0 says what is shown at first."""
     task = frontend_task("carousel", 0)
-    asked = ITEM.format(statement=task.statement, item=task.items[0].text)
-    judge, history = ScriptedItem(task.items[0]), [Message("system", SYSTEM), Message("user", asked)]
+    judge, history = ScriptedItem(task.items[0]), asked(task, task.items[0])
     for result in results:
         history += [judge.complete(history, []).message, Message("tool", f"BEGIN RESULT OF LOOK 1\n| {result}\nEND")]
     return Conversation([*history, judge.complete(history, []).message], TOOLS, thinking=True)

@@ -43,8 +43,7 @@ def test_the_scripted_judge_agrees_with_the_truth(name: str) -> None:
     number = sorted(PAGES).index(name) % NUMBERS
     task = frontend_task(name, number)
     for mutant in ("", *sorted(task.mutants)[number::4]):
-        page = task.mutated(mutant) if mutant else task.page
-        found = scripted_judge().verdicts(task, project(page.html(TITLE)))
+        found = scripted_judge().verdicts(task, project(task.mutated(mutant).html(TITLE)))
         told = [one.verdict == "pass" for one in found.values()]
         why = [(i, one) for i, one in found.items() if (one.verdict == "pass") != task.truth(mutant)[int(i) - 1]]
         assert told == task.truth(mutant), (mutant, why)
@@ -216,8 +215,7 @@ def test_built_frameworks_in_the_browser(kind: str) -> None:
 def references(body: dict[str, Any], turn: int) -> Say:
     """A model that answers with the reference of the task; of every second seed with its first mutant."""
     task, mutant = task_of(body["messages"][-1]["content"])
-    page = task.mutated(mutant) if mutant else task.page
-    return Say(f"Here it is.\n\n```html index.html\n{page.html(TITLE)}```\n")
+    return Say(f"Here it is.\n\n```html index.html\n{task.mutated(mutant).html(TITLE)}```\n")
 
 
 def task_of(asked: str) -> tuple[FrontendTask, str]:
